@@ -1,0 +1,39 @@
+"""The ways a command ends on purpose, each with the exit code that scripts and launchers rely on."""
+
+from __future__ import annotations
+
+
+class Refused(Exception):
+    """A refusal in words: the message gives the value, the rule and the fix; no traceback is shown."""
+
+    exit_code = 1
+
+
+class ConfigRefused(Refused):
+    """The configuration cannot work."""
+
+    exit_code = 2
+
+
+class DataRefused(Refused):
+    """A corpus, tokenizer or cache cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointRefused(Refused):
+    """A checkpoint cannot be read, written or continued from."""
+
+    exit_code = 3
+
+
+class Diverged(Refused):
+    """Training was stopped by policy because its numbers stopped making sense."""
+
+    exit_code = 4
+
+
+class StopRequested(Refused):
+    """Training stopped on request, after saving; the same command goes on from there."""
+
+    exit_code = 75

@@ -1,0 +1,70 @@
+"""One record a step and one for each event, sent to every sink; and the line that people read."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from metrics.sinks import Console, JsonLines, Wandb, finite_record
+from metrics.throughput import format_duration
+
+
+@dataclass
+class Reporter:
+    """Sends records to the terminal, metrics.jsonl and W&B."""
+
+    console: Console
+    """Terminal and log.txt."""
+    lines: JsonLines
+    """metrics.jsonl."""
+    wandb: Wandb
+    """W&B, possibly disabled."""
+    attempt: int
+    """How many times this run has been started."""
+    last_step: int
+    """Where this process will stop."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Record one step; keys as in the contract of metrics.jsonl."""
+        self.console.say(step_line(record, self.last_step))
+        self._send({"step": record["step"], "attempt": self.attempt} | record)
+
+    def event(self, kind: str, step: int, text: str, **values: Any) -> None:
+        """Record an event and say it."""
+        self.console.say(text)
+        self._send({"event": kind, "step": step, "attempt": self.attempt} | values)
+
+    def _send(self, record: dict[str, Any]) -> None:
+        clean = finite_record(record)
+        self.lines.write(clean)
+        self.wandb.write(clean)
+
+    def close(self) -> None:
+        """Close every sink but the console."""
+        self.lines.close()
+        self.wandb.close()
+
+
+def step_line(record: dict[str, Any], last_step: int) -> str:
+    """The one line a step."""
+    waited = record["time"]["data"] / record["step_time"] if record["step_time"] else 0.0
+    left = (last_step - record["step"]) * record["step_time"]
+    skipped = f" | skipped {record['skipped']}" if record["skipped"] else ""
+    return (
+        f"step {record['step']:>{len(str(last_step))}}/{last_step} | loss {record['loss']:.4f} | "
+        f"norm {record['grad_norm']:.3f} | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f} tok/s | "
+        f"mfu {record['mfu']:.0%} | data wait {waited:.0%} | {record['step_time']:.3f} s/step | "
+        f"eta {format_duration(left)}{skipped}"
+    )
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory held so far: of the device on CUDA, of the process on a CPU; GB (1e9 bytes)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

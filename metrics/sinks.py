@@ -1,0 +1,145 @@
+"""Where a run's records go: the terminal and log.txt, metrics.jsonl, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from metrics.config import MetricsConfig
+
+
+class Console:
+    """Says each line on the terminal and, once it knows the run's folder, in its log.txt with the time."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream if stream is not None else sys.stdout
+        self.log: TextIO | None = None
+        self.early: list[str] = []
+
+    def open_log(self, path: Path) -> None:
+        """Append to `path` from now on, with what was said before."""
+        self.log = path.open("a", encoding="utf-8")
+        for line in self.early:
+            self._write(line)
+        self.early.clear()
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+        print(line, file=self.stream, flush=True)
+        if self.log is None:
+            self.early.append(line)
+        else:
+            self._write(line)
+
+    def _write(self, line: str) -> None:
+        if self.log is not None:
+            self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+            self.log.flush()
+
+    def note(self, text: str) -> None:
+        """Write to log.txt alone, if it is open."""
+        self._write(text)
+
+    def close(self) -> None:
+        """Close log.txt."""
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+
+
+def finite_record(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with each non-finite number as None, and those keys listed under `nonfinite`."""
+    bad: list[str] = []
+    clean = {key: _clean(value, key, bad) for key, value in record.items()}
+    return clean | {"nonfinite": bad} if bad else clean
+
+
+def _clean(value: Any, key: str, bad: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {k: _clean(v, f"{key}.{k}", bad) for k, v in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        bad.append(key)
+        return None
+    return value
+
+
+class JsonLines:
+    """Appends one JSON object a line; each line is on its way to the disk before the next step."""
+
+    def __init__(self, path: Path) -> None:
+        self._end_cut_line(path)
+        self.file = path.open("a", encoding="utf-8")
+
+    @staticmethod
+    def _end_cut_line(path: Path) -> None:
+        """A killed process may have left half a line; drop it, so that every line parses."""
+        if not path.exists() or path.stat().st_size == 0:
+            return
+        with path.open("rb+") as file:
+            content = file.read()
+            if not content.endswith(b"\n"):
+                file.truncate(content.rfind(b"\n") + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record that holds finite numbers only."""
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class Wandb:
+    """One W&B run, the same one after a resume; x axis `train/step`."""
+
+    def __init__(
+        self, config: MetricsConfig, directory: Path, name: str, run_id: str, settings: dict[str, Any]
+    ) -> None:
+        self.run = None
+        if config.wandb == "disabled":
+            return
+        import wandb
+
+        self.run = wandb.init(
+            project=config.wandb_project, entity=config.wandb_entity, group=config.wandb_group,
+            tags=list(config.wandb_tags), name=name, id=run_id, resume="allow", mode=config.wandb,
+            dir=directory, config=settings, settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+        self.run.define_metric("train/step")
+        self.run.define_metric("*", step_metric="train/step")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Log a step's record as train/..., an event's as <event>/...; Nones are left out."""
+        if self.run is None:
+            return
+        room = record.get("event", "train")
+        flat = _flatten(record, room)
+        flat["train/step"] = record["step"]
+        self.run.log({k: v for k, v in flat.items() if v is not None})
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        if self.run is not None:
+            self.run.finish()
+            self.run = None
+
+
+def _flatten(record: dict[str, Any], room: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{room}/{key}")
+        elif key not in ("event", "nonfinite"):
+            flat[f"{room}/{key}"] = value
+    return flat
+
+
+def new_wandb_id() -> str:
+    """Eight hex digits for a new W&B run, from the system's entropy."""
+    return os.urandom(4).hex()

@@ -1,0 +1,139 @@
+"""Grouped-query attention over packed tokens: the module, and what its layers share in one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.attention_kernels import BLOCK, block_keys, blocked_attention, fused_attention
+from model.config import ModelConfig
+from model.rope import rotate, rotation_table
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What every layer needs to know of one micro-batch of `batch` sequences of `seq_len` tokens."""
+
+    batch: int
+    """Sequences."""
+    seq_len: int
+    """Tokens a sequence."""
+    cos: Tensor
+    """[batch, seq_len, 1, head_dim / 2] rotary cosines."""
+    sin: Tensor
+    """[batch, seq_len, 1, head_dim / 2] rotary sines."""
+    masks: tuple[Tensor, ...]
+    """For each block of query rows, 0 or -inf added to the scores of its last keys
+    [batch or 1, 1, rows, 1, keys] (CPU)."""
+    first: Tensor | None
+    """[batch, seq_len] index in its sequence of the first token each token sees; None: plain causal (CUDA)."""
+    cu_seqlens: Tensor
+    """[documents + 1] int32 borders of the attention segments in the folded token dimension."""
+    max_seqlen: int
+    """Longest segment, in tokens."""
+    window: int | None
+    """Latest tokens a token sees, itself included."""
+
+
+def attention_context(
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    seq_len: int,
+    freq: Tensor,
+    *,
+    dtype: torch.dtype,
+    window: int | None = None,
+    max_seqlen: int | None = None,
+    documents: bool = True,
+) -> AttentionContext:
+    """Prepare what the layers share.
+
+    Args:
+        positions: [T] int64, restarting at each sequence and, where documents are masked, each document.
+        cu_seqlens: [D + 1] int32, the same borders.
+        seq_len: tokens a sequence; T is a multiple of it.
+        freq: [head_dim / 2] fp64, radians a token.
+        dtype: compute dtype.
+        window: sliding window in tokens.
+        max_seqlen: longest segment in tokens; None: seq_len.
+        documents: whether positions may restart inside a sequence (else the cheaper causal form is used).
+    """
+    batch = len(positions) // seq_len
+    cos, sin = (t.view(batch, seq_len, 1, -1) for t in rotation_table(positions, freq, dtype))
+    first = None
+    if documents or window is not None:
+        first = _first_seen(positions.view(batch, seq_len), window)
+    on_cpu = positions.device.type == "cpu"
+    masks = _block_masks(first, seq_len, dtype, window) if on_cpu else ()
+    return AttentionContext(
+        batch, seq_len, cos, sin, masks, first, cu_seqlens, max_seqlen or seq_len, window
+    )
+
+
+def _first_seen(positions: Tensor, window: int | None) -> Tensor:
+    """[B, S] index of the first token each token sees: its document's start, or the window's edge."""
+    back = positions if window is None else positions.clamp(max=window - 1)
+    return torch.arange(positions.shape[1], device=positions.device) - back
+
+
+def _block_masks(
+    first: Tensor | None, seq_len: int, dtype: torch.dtype, window: int | None
+) -> tuple[Tensor, ...]:
+    """One additive mask a block of rows; without documents only the diagonal's triangle."""
+    masks: list[Tensor] = []
+    for row in range(0, seq_len, BLOCK):
+        begin, end = block_keys(row, seq_len, window)
+        begin = row if first is None else begin
+        query, key = torch.arange(row, end), torch.arange(begin, end)
+        hidden = (key > query[:, None])[None]
+        if first is not None:
+            hidden = hidden | (key < first[:, row:end, None])
+        zero = torch.zeros(hidden.shape, dtype=dtype)
+        masks.append(zero.masked_fill_(hidden, float("-inf"))[:, None, :, None, :])
+    return tuple(masks)
+
+
+class Attention(nn.Module):
+    """x [T, hidden] -> [T, hidden]. The rows of `qkv` are grouped by KV head: its queries, its key, its value."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.kv_heads = config.kv_heads
+        self.group = config.heads // config.kv_heads
+        self.head_dim = config.head_dim or config.hidden // config.heads
+        rows = config.kv_heads * (self.group + 2) * self.head_dim
+        width = config.heads * self.head_dim
+        self.qkv = nn.Linear(config.hidden, rows, bias=config.bias, device=device)
+        self.out = nn.Linear(width, config.hidden, bias=config.bias, device=device)
+        norm = config.qk_norm
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps, device=device) if norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps, device=device) if norm else None
+
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        shape = (context.batch, context.seq_len, self.kv_heads, self.group + 2, self.head_dim)
+        q, k, v = self.qkv(x).view(shape).split([self.group, 1, 1], dim=3)
+        k, v = k.squeeze(3), v.squeeze(3)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        attend = self._blocked if x.device.type == "cpu" else self._fused
+        return self.out(attend(q, k, v, context))  # type: ignore[no-any-return]
+
+    def _blocked(self, q: Tensor, k: Tensor, v: Tensor, c: AttentionContext) -> Tensor:
+        """Heads first, each KV head's queries folded into rows: q [B, kv, S, g, d], k and v [B, kv, S, d]."""
+        cos, sin = c.cos.transpose(1, 2), c.sin.transpose(1, 2)
+        q = rotate(q.transpose(1, 2), cos[..., None, :], sin[..., None, :], self.head_dim**-0.5)
+        k = rotate(k.transpose(1, 2), cos, sin)
+        out = blocked_attention(q, k, v.transpose(1, 2).contiguous(), c.masks, c.window)
+        return out.transpose(1, 2).reshape(c.batch * c.seq_len, -1)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, c: AttentionContext) -> Tensor:
+        """q [B, S, kv, g, d], k and v [B, S, kv, d] through PyTorch's fused kernels."""
+        q = rotate(q, c.cos[..., None, :], c.sin[..., None, :])
+        k = rotate(k, c.cos, c.sin)
+        out = fused_attention(
+            q.flatten(2, 3), k, v, cu_seqlens=c.cu_seqlens, max_seqlen=c.max_seqlen, first=c.first, window=c.window
+        )
+        return out.reshape(c.batch * c.seq_len, -1)

@@ -1,0 +1,39 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from optim.config import ScheduleConfig
+
+
+def warmup_steps(config: ScheduleConfig, total: int) -> int:
+    """Steps of warm-up in a run of `total` steps."""
+    return config.warmup if config.warmup is not None else min(2000, total // 10)
+
+
+def lr_share(config: ScheduleConfig, step: int, total: int) -> float:
+    """Learning rate of a step as a share of the peak.
+
+    Args:
+        step: steps done before this one (the first step is 0 and already moves).
+        total: steps of the whole run; the last one has about min_ratio.
+    """
+    warmup = warmup_steps(config, total)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step + 1 - warmup) / max(1, total - warmup))
+    return config.min_ratio + (1.0 - config.min_ratio) * _shape(config, done)
+
+
+def _shape(config: ScheduleConfig, done: float) -> float:
+    """From 1 down to 0 (constant: 1) as `done` goes from 0 to 1 over the steps after the warm-up."""
+    if config.name == "constant":
+        return 1.0
+    if config.name == "linear":
+        return 1.0 - done
+    if config.name == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    r = max(0.0, 1.0 - (1.0 - done) / config.decay_share)
+    shapes = {"linear": 1.0 - r, "cosine": 0.5 * (1.0 + math.cos(math.pi * r)), "sqrt": 1.0 - math.sqrt(r)}
+    return shapes[config.decay_shape]

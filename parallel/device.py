@@ -1,0 +1,167 @@
+"""Where this process computes, with how many threads, and how it makes fp32 products; each with its reason."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from metrics.throughput import published_peak
+from parallel.precision import PrecisionConfig
+
+Say = Callable[[str], None]
+
+_COMPUTE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+_TRUE_FP32 = 1e-6  # largest relative error of a product that may still be called fp32
+_WORTH = 1.3  # how many times faster another form must be, well beyond the noise of a measurement
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An automatic decision and why it was taken."""
+
+    value: str
+    """What was chosen."""
+    reason: str
+    """Why."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process computes with."""
+
+    device: torch.device
+    """Where tensors live."""
+    compute_dtype: torch.dtype
+    """Dtype of activations and of the weights that products read."""
+    master_dtype: torch.dtype
+    """Dtype of the weights that the optimizer updates."""
+    matmul: str
+    """How fp32 products are made; must not change when a run goes on."""
+    peak: float
+    """FLOP/s that MFU is a share of."""
+
+
+def set_up_machine(
+    device: str, threads: int | None, precision: PrecisionConfig, peak: float | None, matmul: str | None, say: Say
+) -> Machine:
+    """Choose, set and announce device, threads, fp32 products and the peak.
+
+    Args:
+        device, threads: as in the train config.
+        peak: FLOP/s given by the user; None: published, or measured on a CPU (TFLOP/s).
+        matmul: the choice of the run being resumed, which is kept; None: choose.
+        say: prints a line.
+    """
+    where, count = choose_device(device), choose_threads(threads)
+    target = torch.device(where.value)
+    torch.set_num_threads(int(count.value))
+    how = Choice(matmul, "as this run began") if matmul else choose_matmul(precision, target)
+    torch.set_float32_matmul_precision(how.value)
+    dtype = _COMPUTE[precision.name]
+    best, source = find_peak(target, precision.name, dtype, peak)
+    say(f"device: {where.value} ({where.reason}); CPU threads: {count.value} ({count.reason})")
+    say(f"precision: {precision.name}; fp32 products: {how.value} ({how.reason})")
+    say(f"peak for MFU: {best / 1e12:.3f} TFLOP/s ({source})")
+    return Machine(target, dtype, torch.promote_types(dtype, torch.float32), how.value, best)
+
+
+def find_peak(device: torch.device, precision: str, dtype: torch.dtype, given: float | None) -> tuple[float, str]:
+    """FLOP/s of the device and where the figure comes from."""
+    if given is not None:
+        return given * 1e12, "metrics.peak_tflops"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        published = published_peak(name, precision)
+        return (published, f"published dense peak of {name}") if published else (measure_peak(dtype, device), "measured")
+    return measure_peak(dtype, device), "measured by products just now"
+
+
+def choose_device(asked: str) -> Choice:
+    """cpu or cuda for train.device = auto, cpu or cuda."""
+    if asked != "auto":
+        return Choice(asked, f"train.device={asked}")
+    if torch.cuda.is_available():
+        return Choice("cuda", torch.cuda.get_device_name())
+    return Choice("cpu", "no CUDA device")
+
+
+def choose_threads(asked: int | None) -> Choice:
+    """CPU threads: those asked for, else the cores this process may run on."""
+    if asked is not None:
+        return Choice(str(asked), f"train.threads={asked}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Choice(str(cores), "the cores this process may use")
+
+
+def _seconds(work: Callable[[], object], times: int = 7) -> float:
+    """Median time of `work` after one warm-up."""
+    work()
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def choose_matmul(config: PrecisionConfig, device: torch.device) -> Choice:
+    """How fp32 products are made, as torch.set_float32_matmul_precision names it.
+
+    On some CPUs a lower setting only routes products to a faster library and stays true fp32; on others,
+    and on CUDA, it rounds the inputs. So it is measured: speed, and error against fp64.
+    """
+    if config.name != "fp32" or config.matmul != "auto":
+        return Choice("highest" if config.matmul == "auto" else config.matmul, f"precision.matmul={config.matmul}")
+    if device.type != "cpu":
+        return Choice("highest", "TF32 is not fp32; ask for it with precision.matmul=high")
+    before = torch.get_float32_matmul_precision()
+    try:
+        return _fastest_true_fp32()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _fastest_true_fp32() -> Choice:
+    """The fastest setting whose products are fp32, if it is worth leaving the default."""
+    x = torch.sin(torch.arange(1024 * 512, dtype=torch.float32)).view(1024, 512)
+    w = torch.cos(torch.arange(1024 * 512, dtype=torch.float32) * 1.7).view(1024, 512)
+    exact = x.double() @ w.double().t()
+    seconds, errors = {}, {}
+    for setting in ("highest", "high", "medium"):
+        torch.set_float32_matmul_precision(setting)
+        seconds[setting] = _seconds(lambda: torch.nn.functional.linear(x, w))
+        errors[setting] = float((torch.nn.functional.linear(x, w) - exact).abs().max() / exact.abs().max())
+    for setting in ("medium", "high"):
+        gain = seconds["highest"] / seconds[setting]
+        if errors[setting] <= _TRUE_FP32 and gain >= _WORTH:
+            return Choice(setting, f"{gain:.1f}x faster here, error {errors[setting]:.0e}: still fp32")
+    return Choice("highest", "no faster setting is true fp32 here")
+
+
+def measure_peak(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of the best of a few products on this device, in about half a second."""
+    best = 0.0
+    scale = 4 if device.type == "cuda" else 1
+    for rows, inner, columns in ((2048, 512, 1536), (1024, 1024, 1024), (2048, 512, 512)):
+        x = torch.ones(rows * scale, inner * scale, dtype=dtype, device=device)
+        w = torch.ones(columns * scale, inner * scale, dtype=dtype, device=device)
+        flops = 2.0 * x.numel() * len(w)
+        end = time.perf_counter() + 0.15
+        _product_seconds(x, w)
+        while time.perf_counter() < end:
+            best = max(best, flops / _product_seconds(x, w))
+    return best
+
+
+def _product_seconds(x: torch.Tensor, w: torch.Tensor) -> float:
+    """Time of x w^T, x [rows, inner], w [columns, inner]."""
+    start = time.perf_counter()
+    torch.nn.functional.linear(x, w)
+    if x.device.type == "cuda":
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter() - start
