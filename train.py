@@ -27,6 +27,7 @@ from data.prepare import ReadyData, ready
 from data.tokenizer import Tokenizer
 from errors import ConfigRefused, DataRefused, Diverged, StopRequested
 from metrics.clock import StepClock
+from metrics.rank_log import rank_log
 from metrics.reporter import Reporter, peak_memory_gb
 from metrics.run_directory import RunDirectory
 from metrics.sinks import Console, JsonLines, Wandb, new_wandb_id
@@ -58,14 +59,13 @@ def run(config: Config, overrides: list[str]) -> int:
                 console.say(f"{run_name(config)} is at step {saved.step} of {last_step(config)}: done ({found})")
                 return 0
         data = ready(config.data, console.say, config.model.vocab_size)
-        vocab_size = config.model.vocab_size or data.vocab_size
         directory.prepare(to_yaml(config), overrides)
         console.open_log(directory.path / "log.txt")
-        config = replace(config, model=replace(config.model, vocab_size=vocab_size))
-        trainer = Trainer(config, data, directory, console, saved)
-        if found and saved:
-            trainer.load(found, saved)
-        return trainer.train()
+        with rank_log(directory.path / "logs", rank=0):
+            trainer = Trainer(config, data, directory, console, saved)
+            if found and saved:
+                trainer.load(found, saved)
+            return trainer.train()
 
 
 def refuse_many_processes() -> None:
@@ -126,12 +126,13 @@ class Trainer:
     ) -> None:
         self.config, self.data, self.directory, self.console = config, data, directory, console
         self.folder, self.last, self.progress = checkpoint_folder(config, directory), last_step(config), Progress()
+        self.shape = replace(config.model, vocab_size=config.model.vocab_size or data.vocab_size)
         self.attempt = directory.status().get("attempt", 0) + 1
         self.machine = set_up_machine(
             config.train.device, config.train.threads, config.precision, config.metrics.peak_tflops,
             saved.choices.get("matmul") if saved else None, console.say,
         )  # fmt: skip
-        self.model = build(config.model, config.run.seed, self.machine.device, self.machine.master_dtype)
+        self.model = build(self.shape, config.run.seed, self.machine.device, self.machine.master_dtype)
         self.updater = Updater(self.model, config.optim, self.machine.compute_dtype)
         if config.train.compile:
             compile_regions(self.model)
@@ -146,11 +147,11 @@ class Trainer:
         config, source, train = self.config, self.data.source, self.config.train
         corpus = IndexedCorpus(source.train)
         order = SampleOrder(corpus.tokens, train.seq_len, config.run.seed, source.name)
-        self.console.say(f"model: {config.model.name}, {count_parameters(config.model):,} parameters")
+        self.console.say(f"model: {config.model.name}, {count_parameters(self.shape):,} parameters")
         self.console.say(f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {order.report}")
         shared = {
             "seq_len": train.seq_len, "micro_batch": train.micro_batch,
-            "document_mask": config.data.document_mask, "vocab_size": config.model.vocab_size or 0,
+            "document_mask": config.data.document_mask, "vocab_size": self.shape.vocab_size or 0,
         }  # fmt: skip
         loader = TrainLoader(corpus, order, global_batch=train.global_batch, prefetch=config.data.prefetch, **shared)
         if source.validation is None or not train.eval_every:
@@ -231,8 +232,8 @@ class Trainer:
         value, norm, skips = loss.item(), self.unread[-1][1].grad_norm.item(), self.read_skips()
         seconds, parts = self.clock.finish()
         working = (seconds - parts["evaluation"] - parts["checkpoint"]) / steps
-        pairs = sum(squared_lengths(m.cu_seqlens, config.model.window) for m in batch.micro_batches)
-        speed = throughput(batch.tokens, step_flops(config.model, batch.tokens, pairs), 0, working, self.machine.peak)
+        pairs = sum(squared_lengths(m.cu_seqlens, self.shape.window) for m in batch.micro_batches)
+        speed = throughput(batch.tokens, step_flops(self.shape, batch.tokens, pairs), 0, working, self.machine.peak)
         aux = {"z_loss": config.model.z_loss * z_square.item()} if config.model.z_loss else {}
         report.step({
             "step": progress.step, "loss": value, "aux": aux, "grad_norm": norm, "lr": lr,
@@ -277,7 +278,7 @@ class Trainer:
             state = RunState(
                 progress.step, progress.samples, progress.tokens, self.updater.updates,
                 data={self.data.source.name: self.data.fingerprint}, config=to_dict(config),
-                choices={"matmul": self.machine.matmul}, wandb_id=self.wandb_id,
+                vocab_size=self.shape.vocab_size or 0, choices={"matmul": self.machine.matmul}, wandb_id=self.wandb_id,
             )  # fmt: skip
             path = store.save(
                 self.folder, self.updater.tensors(), state, keep=config.checkpoint.keep, tokenizer=self.data.tokenizer
@@ -289,7 +290,7 @@ class Trainer:
         """The sinks of this start."""
         config, path = self.config, self.directory.path
         wandb = Wandb(config.metrics, path, run_name(config), self.wandb_id, to_dict(config))
-        return Reporter(self.console, JsonLines(path / "metrics.jsonl"), wandb, self.attempt, self.last)
+        return Reporter(self.console, JsonLines(path / "metrics.jsonl"), wandb, self.attempt, self.progress.step, self.last)
 
     def finish(self, report: Reporter) -> int:
         """Say how good the model is and let it speak; exit code 0."""

@@ -45,7 +45,9 @@ class RunState:
     data: dict[str, str]
     """Fingerprint of each source's content."""
     config: dict[str, Any]
-    """The run's whole configuration."""
+    """The run's whole configuration, as it was given."""
+    vocab_size: int
+    """Entries of the model's vocabulary."""
     choices: dict[str, str] = field(default_factory=dict)
     """Automatic choices that must not change when the run goes on."""
     wandb_id: str | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,12 +26,17 @@ class Reporter:
     """W&B, possibly disabled."""
     attempt: int
     """How many times this run has been started."""
+    first_step: int
+    """Steps done before this start."""
     last_step: int
-    """Where this process will stop."""
+    """Where this start will stop."""
+    began: float = field(default_factory=time.perf_counter)
+    """When this start's first step began, by time.perf_counter."""
 
     def step(self, record: dict[str, Any]) -> None:
         """Record one step; keys as in the contract of metrics.jsonl."""
-        self.console.say(step_line(record, self.last_step))
+        pace = (time.perf_counter() - self.began) / (record["step"] - self.first_step)
+        self.console.say(step_line(record, self.last_step, (self.last_step - record["step"]) * pace))
         self._send({"step": record["step"], "attempt": self.attempt} | record)
 
     def event(self, kind: str, step: int, text: str, **values: Any) -> None:
@@ -49,16 +55,15 @@ class Reporter:
         self.wandb.close()
 
 
-def step_line(record: dict[str, Any], last_step: int) -> str:
+def step_line(record: dict[str, Any], last_step: int, seconds_left: float) -> str:
     """The one line a step."""
     waited = record["time"]["data"] / record["step_time"] if record["step_time"] else 0.0
-    left = (last_step - record["step"]) * record["step_time"]
     skipped = f" | skipped {record['skipped']}" if record["skipped"] else ""
     return (
         f"step {record['step']:>{len(str(last_step))}}/{last_step} | loss {record['loss']:.4f} | "
         f"norm {record['grad_norm']:.3f} | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f} tok/s | "
         f"mfu {record['mfu']:.0%} | data wait {waited:.0%} | {record['step_time']:.3f} s/step | "
-        f"eta {format_duration(left)}{skipped}"
+        f"eta {format_duration(seconds_left)}{skipped}"
     )
 
 

@@ -61,7 +61,8 @@ def model_config(saved: dict[str, Any]) -> ModelConfig:
 
 def load_model(checkpoint: Path) -> Decoder:
     """The decoder of a checkpoint, fp32, on the CPU or the CUDA device."""
-    config = model_config(read_state(checkpoint).config["model"])
+    state = read_state(checkpoint)
+    config = model_config(state.config["model"] | {"vocab_size": state.vocab_size})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Decoder(config, torch.device("meta")).to(torch.float32).to_empty(device=device)
     model.load_state_dict(model_tensors(checkpoint, torch.float32))

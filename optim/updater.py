@@ -76,9 +76,13 @@ class Updater:
         skipped = (~norm.isfinite()).float()
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        divisor = self._divisor(norm)
+        if gradients[0].dtype == torch.float64:  # the kernel's divisor is fp32, too coarse for a proof in fp64
+            torch._foreach_div_(gradients, divisor)
+            divisor = torch.ones_like(divisor)
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is set: clipping
         # costs no pass over memory and skipping needs no answer from the device.
-        self.adamw.grad_scale = self._divisor(norm).float()  # type: ignore[attr-defined]
+        self.adamw.grad_scale = divisor.float()  # type: ignore[attr-defined]
         self.adamw.found_inf = skipped  # type: ignore[attr-defined]
         self.adamw.step()
         self.publish()

@@ -1,0 +1,148 @@
+"""What follows from a configuration: its length, name, place, written forms, and what a resume changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.problem import show
+from conf.schema import Config
+from conf.tree import sections
+
+FREE = (
+    "run.name",
+    "run.dir",
+    "train.stop_at",
+    "train.micro_batch",
+    "train.compile",
+    "train.device",
+    "train.threads",
+    "train.eval_every",
+    "train.eval_samples",
+    "model.loss_chunk",
+    "data.cache",
+    "data.prefetch",
+    "checkpoint.*",
+    "metrics.*",
+    "extra.*",
+)
+"""Keys that never change the training, so that a resumed run may change them; a star stands for the rest."""
+_ABSENT = "(not there)"
+_UNFOLDED = 10**6
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs between a saved run and a new command."""
+
+    key: str
+    """Dotted key."""
+    old: Any
+    """What the saved run has."""
+    new: Any
+    """What the new command says."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {show(self.old)} -> {show(self.new)}"
+
+
+def total_steps(config: Config) -> int:
+    """Optimizer steps of the whole run; tokens are rounded down to whole steps."""
+    if config.train.steps is not None:
+        return config.train.steps
+    return (config.train.tokens or 0) // (config.train.global_batch * config.train.seq_len)
+
+
+def run_name(config: Config) -> str:
+    """The given name, or model, data and 8 hex digits of the training configuration."""
+    return config.run.name or f"{config.model.name}-{config.data.name}-{training_hash(config)[:8]}"
+
+
+def run_directory(config: Config) -> Path:
+    """The folder of the run; it need not exist."""
+    return Path(config.run.dir).expanduser() / run_name(config)
+
+
+def training_hash(config: Config) -> str:
+    """SHA-256 in hex over every key that decides the training: all but the FREE ones."""
+    deciding = {key: value for key, value in flatten(config).items() if not is_free(key)}
+    text = json.dumps(deciding, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def is_free(key: str, allowed: tuple[str, ...] = ()) -> bool:
+    """Whether a key may change when a run goes on."""
+    return any(fnmatchcase(key, pattern) for pattern in (*FREE, *allowed))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain values, as a saved config.yaml holds them."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted key to plain value; lists and optional mappings stay whole."""
+    return _flat(to_dict(config))
+
+
+def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping) and (name in sections() or name == "extra"):
+            flat.update({f"{name}.{key}": item for key, item in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML that both PyYAML and Hydra read back to the same values."""
+    dumped: str = yaml.dump(
+        to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_UNFOLDED
+    )
+    return dumped
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that a reader could take for something else: 1e-4 (Hydra's is a number), odd characters."""
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    odd = not value.isprintable() or value != value.strip()
+    numeric = re.fullmatch(r"[-+]?[\d_]*\.?[\d_]*([eE][-+]?\d+)?", value)
+    style = '"' if odd else "'" if numeric else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def changes(old: Mapping[str, Any], new: Config) -> tuple[list[Change], list[Change]]:
+    """What differs from a saved config.yaml's mapping: what may, and what may not.
+
+    A key that the saved run lacks had its default; one that this version does not know counts as a change.
+    """
+    before, after, defaults = _flat(old), flatten(new), flatten(Config())
+    differing = [
+        Change(key, before.get(key, defaults.get(key, _ABSENT)), after.get(key, _ABSENT))
+        for key in dict.fromkeys([*after, *before])
+        if before.get(key, defaults.get(key, _ABSENT)) != after.get(key, _ABSENT)
+    ]
+    free = [each for each in differing if is_free(each.key, new.checkpoint.allow)]
+    return free, [each for each in differing if each not in free]

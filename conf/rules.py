@@ -1,0 +1,241 @@
+"""Rules that several settings keep together, one small function a subject."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from conf.problem import Problem, show
+from conf.resolve import flatten, total_steps
+from conf.schema import Config
+from conf.suggest import close, did_you_mean
+from conf.tree import leaves
+
+CORPORA = ("stdlib",)
+"""Corpora that prepare themselves."""
+_LONGEST_NAME = 120
+_SECRET_WORDS = {
+    "apikey", "credential", "credentials", "key", "passphrase", "passwd", "password", "passwords", "pwd",
+    "secret", "secrets", "token",
+}  # fmt: skip
+_WANDB_FORBIDDEN = set("/\\#?%:")
+
+
+def rule_problems(config: Config) -> list[Problem]:
+    """The broken rules of several keys, in the order of the schema."""
+    return [problem for rule in _RULES for problem in rule(config)]
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    given = {"run.name": config.run.name, "model.name": config.model.name, "data.name": config.data.name}
+    for key, name in given.items():
+        fault = _name_fault(name) if name is not None else None
+        if name is not None and fault is not None:
+            cleaned = re.sub(r"[^\w.+=,@-]+", "-", name).strip("-.")[:60] or "mine"
+            yield Problem(key, show(name), f"names a folder: {fault}", f"write {key}={cleaned}")
+    if not config.run.dir.strip() or "\0" in config.run.dir:
+        yield Problem("run.dir", show(config.run.dir), "must be a folder's path", "write run.dir=runs")
+    elif Path(config.run.dir).expanduser().is_file():
+        yield Problem("run.dir", config.run.dir, "is a file, but must be a folder", "name another folder")
+
+
+def _name_fault(name: str) -> str | None:
+    """Why a name cannot be a folder's, if it cannot."""
+    cases = (
+        (name.strip() == "", "it must not be empty"),
+        (name in (".", ".."), "it must not be . or .."),
+        (name != name.strip(), "it must not begin or end with a space"),
+        ("/" in name or "\\" in name, "it must hold no / or \\"),
+        (not name.isprintable(), "it must hold printable characters only"),
+        (len(name.encode("utf-8", "replace")) > _LONGEST_NAME, f"it must have at most {_LONGEST_NAME} bytes"),
+    )
+    return next((fault for wrong, fault in cases if wrong), None)
+
+
+def _length(config: Config) -> Iterator[Problem]:
+    train = config.train
+    pair = ("train.steps", "train.tokens")
+    if train.steps is None and train.tokens is None:
+        rule = "a run needs exactly one of train.steps and train.tokens"
+        yield Problem("train.steps", "null", rule, "write train.steps=300", pair)
+        return
+    if train.steps is not None and train.tokens is not None:
+        rule = f"train.tokens={train.tokens} is given too, but exactly one of the two says how long a run is"
+        yield Problem("train.steps", show(train.steps), rule, "leave out one of the two", pair)
+        return
+    a_step, total = train.global_batch * train.seq_len, total_steps(config)
+    reads = ("train.tokens", "train.global_batch", "train.seq_len")
+    if total < 1:
+        rule = f"must be at least one step: train.global_batch * train.seq_len = {a_step} tokens"
+        yield Problem("train.tokens", show(train.tokens), rule, f"write train.tokens={a_step}", reads)
+        return
+    if train.stop_at is not None and train.stop_at > total:
+        rule = f"must be from 1 to the run's {total} steps"
+        fix = f"write train.stop_at={total}, or lengthen the run with train.steps={train.stop_at}"
+        yield Problem("train.stop_at", show(train.stop_at), rule, fix, (*pair, *reads))
+    warmup = config.lr_schedule.warmup
+    if warmup is not None and warmup >= total:
+        rule = f"the warm-up must be shorter than the run's {total} steps"
+        fix = f"write lr_schedule.warmup={total // 10}, or leave it null; or lengthen the run"
+        yield Problem("lr_schedule.warmup", show(warmup), rule, fix, (*pair, *reads))
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    whole, part = config.train.global_batch, config.train.micro_batch
+    if whole % part == 0:
+        return
+    lower = next(size for size in range(min(part, whole), 0, -1) if whole % size == 0)
+    higher = next((size for size in range(part + 1, whole + 1) if whole % size == 0), None)
+    near = [f"train.micro_batch={size}" for size in (lower, higher) if size is not None]
+    rule = f"train.global_batch={whole} must be a multiple of it"
+    fix = f"write {' or '.join(near)}, or train.global_batch={-(-whole // part) * part}"
+    yield Problem("train.micro_batch", show(part), rule, fix, ("train.global_batch",))
+
+
+def _heads(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.heads % model.kv_heads:
+        fits = [str(count) for count in range(1, model.heads + 1) if model.heads % count == 0]
+        rule = f"model.heads={model.heads} must be a multiple of it"
+        yield Problem(
+            "model.kv_heads", show(model.kv_heads), rule, f"write one of {', '.join(fits)}", ("model.heads",)
+        )
+    if model.head_dim is not None:
+        if model.head_dim % 2:
+            rule, fix = (
+                "must be even: rotary embedding turns pairs",
+                f"write model.head_dim={model.head_dim + 1}",
+            )
+            yield Problem("model.head_dim", show(model.head_dim), rule, fix)
+        return
+    if model.hidden % (2 * model.heads):
+        nearest = max(1, round(model.hidden / (2 * model.heads))) * 2 * model.heads
+        rule = f"must be an even multiple of model.heads={model.heads} while model.head_dim is null"
+        fix = f"write model.hidden={nearest}, or give model.head_dim"
+        yield Problem("model.hidden", show(model.hidden), rule, fix, ("model.heads", "model.head_dim"))
+
+
+def _rope(config: Config) -> Iterator[Problem]:
+    scaling = config.model.rope_scaling
+    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+        key = "model.rope_scaling.low_freq_factor"
+        rule = f"must be below model.rope_scaling.high_freq_factor={scaling.high_freq_factor}"
+        also = ("model.rope_scaling.high_freq_factor",)
+        yield Problem(key, show(scaling.low_freq_factor), rule, f"write {key}=1.0 (the default)", also)
+
+
+def _corpus(config: Config) -> Iterator[Problem]:
+    data = config.data
+    both = ("data.corpus", "data.sources")
+    example = "data=indexed 'data.sources=[{name: web, prefix: PATH}]'"
+    if data.corpus is None and not data.sources:
+        rule = "a run reads a self-preparing corpus or sources on disk, but neither is given"
+        yield Problem("data.sources", "[]", rule, f"write data=stdlib, or {example}", both)
+    if data.corpus is not None and data.sources:
+        rule = "data.sources is given too, but a run reads one or the other"
+        yield Problem("data.corpus", show(data.corpus), rule, f"for your own sources write {example}", both)
+    if data.corpus is not None and data.corpus not in CORPORA:
+        hint = did_you_mean(data.corpus, CORPORA)
+        rule = f"must be one of {', '.join(CORPORA)}" + (f"; {hint}" if hint else "")
+        yield Problem("data.corpus", show(data.corpus), rule, f"write data.corpus={CORPORA[0]}")
+    if data.tokenizer is not None and not data.sources:
+        rule = "goes with data.sources; a self-preparing corpus trains its own (data.vocab_size entries)"
+        yield Problem("data.tokenizer", show(data.tokenizer), rule, f"leave it out, or write {example}", both)
+    if not data.cache.strip():
+        yield Problem(
+            "data.cache", show(data.cache), "must be a folder's path", "write data.cache=~/.cache/tatara"
+        )
+
+
+def _sources(config: Config) -> Iterator[Problem]:
+    sources = config.data.sources
+    if len(sources) > 1:
+        rule = "exactly one source is supported in this version"
+        yield Problem(
+            "data.sources", f"{len(sources)} sources", rule, "give one, or join them at preparation"
+        )
+    names = [source.name for source in sources]
+    for index, source in enumerate(sources):
+        here = f"data.sources[{index}]"
+        if not source.name.strip():
+            yield Problem(f"{here}.name", show(source.name), "must not be empty", "write name: web")
+        elif source.name in names[:index]:
+            rule = f"source {names.index(source.name)} has this name already"
+            yield Problem(f"{here}.name", source.name, rule, f"write name: {source.name}-{index}")
+        if not source.prefix.strip():
+            yield Problem(
+                f"{here}.prefix", show(source.prefix), "must not be empty", "the path without .bin/.idx"
+            )
+        elif source.prefix.endswith((".bin", ".idx")):
+            rule, fix = "is the path without .bin/.idx", f"write prefix: {source.prefix[:-4]}"
+            yield Problem(f"{here}.prefix", source.prefix, rule, fix)
+
+
+def _vocabulary(config: Config) -> Iterator[Problem]:
+    model, data = config.model.vocab_size, config.data.vocab_size
+    if config.data.corpus is not None and model is not None and model < data:
+        rule = f"must hold the tokenizer's data.vocab_size={data} entries"
+        fix = f"write model.vocab_size={data}, or leave it null"
+        yield Problem("model.vocab_size", show(model), rule, fix, ("data.vocab_size", "data.corpus"))
+
+
+def _formats(config: Config) -> Iterator[Problem]:
+    name, matmul = config.precision.name, config.precision.matmul
+    if name != "fp32" and matmul != "auto":
+        rule = f"says how fp32 products are made, but precision.name={name}"
+        fix = "leave it out, or write precision=fp32"
+        yield Problem("precision.matmul", matmul, rule, fix, ("precision.name",))
+
+
+def _resuming(config: Config) -> Iterator[Problem]:
+    resume = config.checkpoint.resume
+    meant = close(resume, ("auto", "none"))
+    if not resume.strip() or (resume not in ("auto", "none") and meant and not Path(resume).exists()):
+        rule = "must be auto, none, or the path of a checkpoint"
+        yield Problem(
+            "checkpoint.resume", show(resume), rule, f"write checkpoint.resume={(meant or ['auto'])[0]}"
+        )
+    known = [*leaves(), *flatten(config)]
+    for pattern in config.checkpoint.allow:
+        if not any(fnmatchcase(key, pattern) for key in known):
+            hint = did_you_mean(pattern, known)
+            rule = f"`{pattern}` is not a key" + (f"; {hint}" if hint else "")
+            fix = "name keys in full, such as optim.lr, or with a star: optim.*"
+            yield Problem("checkpoint.allow", show(config.checkpoint.allow), rule, fix)
+
+
+def _reports(config: Config) -> Iterator[Problem]:
+    project = config.metrics.wandb_project
+    if not project.strip() or len(project) > 128 or _WANDB_FORBIDDEN & set(project):
+        rule = "W&B takes 1 to 128 characters, without / \\ # ? % :"
+        yield Problem("metrics.wandb_project", show(project), rule, "write metrics.wandb_project=tatara")
+    for tag in config.metrics.wandb_tags:
+        if not 1 <= len(tag) <= 64:
+            rule = f"W&B takes tags of 1 to 64 characters; one has {len(tag)}"
+            yield Problem("metrics.wandb_tags", show(config.metrics.wandb_tags), rule, "shorten it")
+
+
+def _secrets(config: Config) -> Iterator[Problem]:
+    for key in _secret_keys("extra", config.extra):
+        rule = "looks like a secret, and every setting is written into the run's files"
+        yield Problem(key, "(not shown)", rule, "keep it in the environment, or give the note another name")
+
+
+def _secret_keys(prefix: str, notes: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in notes.items():
+        key = f"{prefix}.{name}"
+        spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
+        if _SECRET_WORDS & set(re.split(r"[\W_]+", spaced.lower())):
+            yield key
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, Mapping):
+                yield from _secret_keys(key, item)
+
+
+_RULES: Sequence[Callable[[Config], Iterator[Problem]]] = (
+    _names, _length, _batch, _heads, _rope, _vocabulary, _corpus, _sources,
+    _formats, _resuming, _reports, _secrets,
+)  # fmt: skip

@@ -1,0 +1,83 @@
+"""The typed tree of every setting; each part's dataclass stands beside its consumer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from checkpoint.config import CheckpointConfig
+from data.config import DataConfig
+from metrics.config import MetricsConfig
+from model.config import ModelConfig
+from optim.config import OptimConfig, ScheduleConfig
+from parallel.precision import PrecisionConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Which run this is."""
+
+    name: str | None = None
+    """Name of the run and of its directory; null: model, data and 8 hex digits of the training config."""
+    dir: str = "runs"
+    """Folder that holds the runs' directories."""
+    seed: int = 1234
+    """Seed of the initial weights and of the data order."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and in what portions."""
+
+    steps: int | None = None
+    """Optimizer steps of the whole run; give this or tokens."""
+    tokens: int | None = None
+    """Tokens of the whole run, rounded down to whole steps; give this or steps."""
+    stop_at: int | None = None
+    """Step at which this process stops early, with a checkpoint; the schedule still ends at steps."""
+    global_batch: int = 16
+    """Sequences a step."""
+    micro_batch: int = 4
+    """Sequences a forward pass; changes speed and memory, never the training."""
+    seq_len: int = 256
+    """Tokens a sequence."""
+    eval_every: int = 50
+    """Steps between validations; 0: none. There is always one at the end unless this is 0."""
+    eval_samples: int = 128
+    """Held-out sequences a validation reads (all, if there are fewer)."""
+    sample_prompt: str | None = None
+    """Text that the finished model continues for a few lines; null: no sample."""
+    max_skips: int = 10
+    """Non-finite steps in a row after which the run stops with exit code 4."""
+    compile: bool = False
+    """Compile each block and the loss with torch.compile; slow start, faster steps."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes CUDA where it works."""
+    threads: int | None = None
+    """CPU threads of this process; null: the cores it may use."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    """Name, place and seed."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Length and batch."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape of the model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Corpus and tokenizer."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer."""
+    lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate over the run."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving and resuming."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """Reporting."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Free notes of your own (`+extra.note=...`); recorded, never read."""

@@ -1,0 +1,90 @@
+"""What the writer of an unknown word probably meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from conf.problem import Problem
+from conf.tree import Leaf
+
+_ELSEWHERE = {
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "batch_size": "train.global_batch",
+    "block_size": "train.seq_len",
+    "dim": "model.hidden",
+    "eval_interval": "train.eval_every",
+    "grad_clip": "optim.clip",
+    "hidden_size": "model.hidden",
+    "learning_rate": "optim.lr",
+    "log_interval": "metrics.every",
+    "max_iters": "train.steps",
+    "max_steps": "train.steps",
+    "n_embd": "model.hidden",
+    "n_head": "model.heads",
+    "n_layer": "model.layers",
+    "num_attention_heads": "model.heads",
+    "num_hidden_layers": "model.layers",
+    "num_layers": "model.layers",
+    "save_interval": "checkpoint.every",
+    "save_steps": "checkpoint.every",
+    "sequence_length": "train.seq_len",
+    "warmup_steps": "lr_schedule.warmup",
+}
+"""Names that other trainers use for the same thing."""
+
+
+def close(word: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Known words that look like this one, best first; case does not matter."""
+    by_lower: dict[str, str] = {}
+    for each in known:
+        by_lower.setdefault(each.lower(), each)
+    return [by_lower[match] for match in get_close_matches(word.lower(), by_lower, count, cutoff=0.6)]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean X?`, or nothing."""
+    found = close(word, known)
+    return f"did you mean {found[0]}?" if found else ""
+
+
+def likely_keys(key: str, known: Mapping[str, Leaf]) -> list[str]:
+    """What an unknown key may stand for, best first: same last word, known elsewhere, look-alikes."""
+    last = key.replace("/", ".").rsplit(".", 1)[-1]
+    dotted = key.replace("/", ".")
+    if dotted in known:
+        return [dotted]
+    same_last = [each for each in known if each.rsplit(".", 1)[-1] == last]
+    if same_last:
+        return sorted(same_last, key=lambda each: -_shared(each, dotted))[:3]
+    if last.lower() in _ELSEWHERE and _ELSEWHERE[last.lower()] in known:
+        return [_ELSEWHERE[last.lower()]]
+    whole = [*known, *dict.fromkeys(each.split(".", 1)[0] for each in known)]
+    found = close(dotted, whole) if "." in dotted else close(dotted, [e for e in whole if "." not in e])
+    if found:
+        return found
+    lasts = {each.rsplit(".", 1)[-1]: each for each in reversed(list(known))}
+    return [lasts[match] for match in close(last, lasts)]
+
+
+def _shared(known: str, asked: str) -> int:
+    """How many leading words two keys share, near misses counted."""
+    head = asked.split(".", 1)[0]
+    return int(head == known.split(".", 1)[0]) * 2 + int(bool(close(head, [known.split(".", 1)[0]])))
+
+
+def unknown_key(key: str, value: str | None, known: Mapping[str, Leaf]) -> Problem:
+    """The problem of a key that the schema does not have."""
+    likely = likely_keys(key, known)
+    rule = f"unknown key `{key}`"
+    if likely:
+        rule += "; did you mean " + " or ".join(f"`{each}`" for each in likely) + "?"
+        shown = value if value is not None else "VALUE"
+        fix = f"write {likely[0]}={shown}" if likely[0] in known else f"use the keys of {likely[0]}"
+    else:
+        head = key.split(".", 1)[0]
+        siblings = [each for each in known if each.startswith(head + ".")]
+        fix = f"the keys of {head}: {', '.join(siblings)}" if siblings else "see --help for every key"
+        fix += "; a note of your own goes under extra: +extra.NAME=VALUE"
+    return Problem(key, value, rule, fix)

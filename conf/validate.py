@@ -1,0 +1,135 @@
+"""Every rule a configuration keeps: ranges of single keys, then rules of several and of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from conf.convert import read
+from conf.layers import find
+from conf.machine import machine_problems
+from conf.problem import Problem, show
+from conf.resolve import to_dict
+from conf.rules import rule_problems
+from conf.schema import Config
+from conf.tree import leaves
+
+_SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a key may take; null, where the type allows it, is always in."""
+
+    key: str
+    """Dotted key."""
+    low: float | None = None
+    """Smallest, itself included unless `above`."""
+    high: float | None = None
+    """Largest, itself included unless `below`."""
+    above: bool = False
+    """Whether low itself is out."""
+    below: bool = False
+    """Whether high itself is out."""
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is inside."""
+        if self.low is not None and (value < self.low or (self.above and value == self.low)):
+            return False
+        return not (self.high is not None and (value > self.high or (self.below and value == self.high)))
+
+    def words(self) -> str:
+        """The rule, to be read after `must be`."""
+        low = f"{'above' if self.above else 'at least'} {show(self.low)}" if self.low is not None else ""
+        high = f"{'below' if self.below else 'at most'} {show(self.high)}" if self.high is not None else ""
+        return " and ".join(part for part in (low, high) if part)
+
+    def nearest(self, value: float) -> float | None:
+        """The bound that a value outside missed, if that bound is itself inside."""
+        bound = self.low if self.low is not None and value <= self.low else self.high
+        return bound if bound is not None and self.holds(bound) else None
+
+
+RANGES = (
+    Range("run.seed", 0, _SEEDS, below=True),
+    Range("train.steps", 1),
+    Range("train.tokens", 1),
+    Range("train.stop_at", 1),
+    Range("train.global_batch", 1),
+    Range("train.micro_batch", 1),
+    Range("train.seq_len", 1),
+    Range("train.eval_every", 0),
+    Range("train.eval_samples", 1),
+    Range("train.max_skips", 1),
+    Range("train.threads", 1),
+    Range("model.hidden", 1),
+    Range("model.layers", 1),
+    Range("model.heads", 1),
+    Range("model.kv_heads", 1),
+    Range("model.head_dim", 2),
+    Range("model.ffn", 1),
+    Range("model.norm_eps", 0, above=True),
+    Range("model.rope_theta", 1, above=True),
+    Range("model.rope_scaling.factor", 1),
+    Range("model.rope_scaling.low_freq_factor", 0, above=True),
+    Range("model.rope_scaling.high_freq_factor", 0, above=True),
+    Range("model.rope_scaling.original_seq_len", 1),
+    Range("model.window", 1),
+    Range("model.vocab_size", 2, 10_000_000),
+    Range("model.vocab_multiple", 1, 65_536),
+    Range("model.init_std", 0, above=True),
+    Range("model.z_loss", 0),
+    Range("model.loss_chunk", 1),
+    Range("data.vocab_size", 512, 1_000_000),
+    Range("data.held_out", 0, 0.5),
+    Range("data.shuffle_seed", 0, _SEEDS, below=True),
+    Range("data.prefetch", 0),
+    Range("optim.lr", 0, above=True),
+    Range("optim.beta1", 0, 1, below=True),
+    Range("optim.beta2", 0, 1, below=True),
+    Range("optim.eps", 0, above=True),
+    Range("optim.weight_decay", 0),
+    Range("optim.clip", 0),
+    Range("lr_schedule.warmup", 0),
+    Range("lr_schedule.min_ratio", 0, 1),
+    Range("lr_schedule.decay_share", 0, 1, above=True),
+    Range("checkpoint.every", 0),
+    Range("checkpoint.keep", 0),
+    Range("metrics.every", 1),
+    Range("metrics.peak_tflops", 0, above=True),
+)
+
+
+def problems(config: Config) -> list[Problem]:
+    """Everything in a configuration that cannot work, on this machine too."""
+    out_of_range = list(_range_problems(config))
+    bad = {problem.key for problem in out_of_range}
+    sound = _with_defaults(config, bad) if bad else config
+    crossed = [*rule_problems(sound), *machine_problems(sound)]
+    return [*out_of_range, *(each for each in crossed if not bad & {each.key, *each.also})]
+
+
+def _with_defaults(config: Config, keys: Iterable[str]) -> Config:
+    """The configuration with the defaults of some keys, so that the rules need not fear a 0 or a -1."""
+    values, known = to_dict(config), leaves()
+    for key in keys:
+        *above, name = key.split(".")
+        section = values
+        for part in above:
+            section = section[part]
+        section[name] = known[key].default
+    return read(values)[0]
+
+
+def _range_problems(config: Config) -> Iterator[Problem]:
+    values, known = to_dict(config), leaves()
+    for rule in RANGES:
+        value = find(values, rule.key)[1]
+        if value is None or rule.holds(value):
+            continue
+        default, nearest = known[rule.key].default, rule.nearest(value)
+        better = default if isinstance(default, (int, float)) and rule.holds(default) else nearest
+        fix = f"write {rule.key}={show(better)}" if better is not None else "choose a number inside"
+        if isinstance(default, (int, float)) and better == default:
+            fix += " (the default)"
+        yield Problem(rule.key, show(value), f"must be {rule.words()}", fix)

@@ -1,0 +1,141 @@
+"""What a training step reads, and how samples of a corpus are packed into it.
+
+    samples            |  a0 a1 a2 a3 | b0 b1 c0 c1 |   two samples of 4; document c starts in the second
+    tokens     [T]        a0 a1 a2 a3   b0 b1 c0 c1
+    labels     [T]        a1 a2 a3 a4   b1 -- c1 c2     the target after b1 lies in another document
+    positions  [T]         0  1  2  3    0  1  0  1
+    cu_seqlens [D + 1]     0  4  6  8                   attention stays inside each segment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from data.indexed import IndexedCorpus
+
+IGNORE = -100
+"""Label of a position without a target."""
+
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples packed one after the other: T = samples * seq_len tokens, D attention segments."""
+
+    tokens: torch.Tensor
+    """Token ids, [T] int64."""
+    labels: torch.Tensor
+    """Next token's id, or IGNORE where there is no target, [T] int64."""
+    positions: torch.Tensor
+    """Place inside the attention segment, from 0, [T] int64."""
+    cu_seqlens: torch.Tensor
+    """Start of each attention segment, and T at the end, [D + 1] int32."""
+    max_seqlen: int
+    """Length of the longest attention segment, in tokens."""
+    samples: range
+    """Global numbers of the samples; fewer than the rows where a validation batch is filled up."""
+
+    @property
+    def valid_tokens(self) -> int:
+        """Positions with a target."""
+        # By numpy: torch would wake its thread pool, beside the training's own work.
+        return int(np.count_nonzero(self.labels.numpy() != IGNORE))
+
+    @property
+    def sum_squared_lengths(self) -> int:
+        """Sum of the attention segments' squared lengths, which attention's work is proportional to."""
+        lengths = np.diff(self.cu_seqlens.numpy()).astype(np.int64)
+        return int(lengths @ lengths)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Everything one optimizer step reads."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    """In order of their samples, all of one shape."""
+    valid_tokens: int
+    """Positions with a target: the loss is divided by it."""
+    tokens: int
+    """All positions."""
+    sum_squared_lengths: int
+    """Sum of the attention segments' squared lengths, in tokens^2."""
+    samples: range
+    """Global numbers of the samples."""
+
+
+def step_batch(micro_batches: Sequence[MicroBatch], samples: range) -> StepBatch:
+    """A step made of `micro_batches`, which hold `samples`."""
+    return StepBatch(
+        micro_batches=tuple(micro_batches),
+        valid_tokens=sum(micro_batch.valid_tokens for micro_batch in micro_batches),
+        tokens=sum(micro_batch.tokens.numel() for micro_batch in micro_batches),
+        sum_squared_lengths=sum(micro_batch.sum_squared_lengths for micro_batch in micro_batches),
+        samples=samples)
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Cuts samples out of a corpus and packs them."""
+
+    corpus: IndexedCorpus
+    """Where the tokens are read."""
+    seq_len: int
+    """Length of a sample, in tokens."""
+    document_mask: bool
+    """Whether attention segments end at document borders and targets never cross one."""
+    vocab_size: int
+    """Ids must be below it."""
+
+    def pack(self, starts: Sequence[int], samples: range) -> MicroBatch:
+        """One micro-batch of the samples that start at stream positions `starts`.
+
+        `samples` are their numbers; where they are fewer than `starts`, the rest fills up and gets no
+        targets. Raises DataRefused for an id outside the vocabulary, with its position.
+        """
+        total = len(starts) * self.seq_len
+        tokens, labels = self._read(starts)  # both [rows, seq_len]
+        rows = np.arange(0, total + 1, self.seq_len)
+        cuts = self._cuts(starts)
+        # A cut marks the first position of a document, so the label before it belongs to another one.
+        labels.reshape(-1)[cuts - 1] = IGNORE
+        labels[len(samples):] = IGNORE
+        segments = np.unique(np.concatenate([rows, cuts])) if cuts.size else rows  # [D + 1]
+        lengths = np.diff(segments)
+        positions = np.arange(total) - np.repeat(segments[:-1], lengths)
+        return MicroBatch(
+            tokens=torch.from_numpy(tokens.reshape(-1)), labels=torch.from_numpy(labels.reshape(-1)),
+            positions=torch.from_numpy(positions), cu_seqlens=torch.from_numpy(segments.astype(np.int32)),
+            max_seqlen=int(lengths.max()), samples=samples)
+
+    def _read(self, starts: Sequence[int]) -> tuple[Array, Array]:
+        tokens = np.empty((len(starts), self.seq_len), np.int64)
+        labels = np.empty((len(starts), self.seq_len), np.int64)
+        for row, start in enumerate(starts):
+            window = self.corpus.read(start, start + self.seq_len + 1)
+            tokens[row] = window[:-1]
+            labels[row] = window[1:]
+        # As unsigned numbers negative ids are large: one pass finds both kinds.
+        largest = max(tokens.view(np.uint64).max(), labels[:, -1].astype(np.uint64).max())
+        if largest >= self.vocab_size:
+            for start in starts:
+                window = self.corpus.read(start, start + self.seq_len + 1)
+                self.corpus.check_range(start, window, self.vocab_size)
+        return tokens, labels
+
+    def _cuts(self, starts: Sequence[int]) -> Array:
+        """Document starts as positions in the micro-batch, [cuts] int64.
+
+        One right behind a sample counts as well (it falls on the next row's start): it takes the last label.
+        """
+        if not self.document_mask:
+            return np.empty(0, np.int64)
+        return np.concatenate([
+            self.corpus.borders(start, start + self.seq_len + 1) + (row * self.seq_len - start)
+            for row, start in enumerate(starts)])

@@ -1,0 +1,113 @@
+"""Batches in the order of a run: training steps made ahead by a thread, and validation micro-batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from data.batch import IGNORE, MicroBatch, Packer, StepBatch, step_batch
+from data.indexed import IndexedCorpus
+from data.order import SampleOrder
+from data.prefetch import Prefetcher
+from errors import DataRefused
+
+__all__ = ["IGNORE", "MicroBatch", "StepBatch", "TrainLoader", "validation_batches"]
+
+
+class TrainLoader(AbstractContextManager["TrainLoader"]):
+    """Makes the steps of a run; a step's content depends on its sample numbers alone.
+
+    So does a micro-batch's: put together, the micro-batches of a step are the same for every `micro_batch`,
+    and a run resumes by giving its first sample. `global_batch` and `micro_batch` in samples, `seq_len` in
+    tokens, `prefetch` in steps made ahead. Raises DataRefused when `micro_batch` does not divide
+    `global_batch`.
+    """
+
+    def __init__(self, corpus: IndexedCorpus, order: SampleOrder, *, global_batch: int, micro_batch: int,
+                 seq_len: int, document_mask: bool, vocab_size: int, prefetch: int = 2) -> None:
+        _check_sizes(global_batch, micro_batch, prefetch)
+        if (order.tokens, order.seq_len) != (corpus.tokens, seq_len):
+            raise ValueError(f"the order is of {order.tokens} tokens in samples of {order.seq_len}, but the "
+                             f"corpus has {corpus.tokens} and samples are of {seq_len}")
+        self._order = order
+        self._global_batch, self._micro_batch, self._prefetch = global_batch, micro_batch, prefetch
+        self._packer = Packer(corpus, seq_len, document_mask, vocab_size)
+        self._ahead: Prefetcher[StepBatch] | None = None
+        self._wait_seconds = 0.0
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread that works ahead; the loader can be started again."""
+        if self._ahead:
+            self._ahead.close()
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the consumer has waited for a step since the last `take_wait`."""
+        return self._wait_seconds
+
+    def take_wait(self) -> float:
+        """`wait_seconds`, which starts again from 0."""
+        seconds, self._wait_seconds = self._wait_seconds, 0.0
+        return seconds
+
+    def steps(self, first_sample: int, last_sample: int) -> Iterator[StepBatch]:
+        """The steps that read global samples [first_sample, last_sample), a whole number of global batches.
+
+        A second call ends the first one's iteration. Raises DataRefused for a broken step, or, while
+        iterating, for an id outside the vocabulary.
+        """
+        if (last_sample - first_sample) % self._global_batch:
+            raise DataRefused(f"samples {first_sample} to {last_sample} are not a whole number of steps of "
+                              f"train.global_batch={self._global_batch}: continue with the global batch that "
+                              "the run was started with")
+        self.close()
+        firsts = range(first_sample, last_sample, self._global_batch)
+        self._ahead = Prefetcher((self._step(first) for first in firsts), self._prefetch)
+        return self._timed(self._ahead)
+
+    def _timed(self, ahead: Prefetcher[StepBatch]) -> Iterator[StepBatch]:
+        with ahead:
+            while True:
+                asked = time.perf_counter()
+                step = next(ahead, None)
+                self._wait_seconds += time.perf_counter() - asked
+                if step is None:
+                    return
+                yield step
+
+    def _step(self, first: int) -> StepBatch:
+        samples = range(first, first + self._global_batch)
+        parts = [samples[at:at + self._micro_batch] for at in range(0, len(samples), self._micro_batch)]
+        micro_batches = [self._packer.pack([self._order.start(n) for n in part], part) for part in parts]
+        return step_batch(micro_batches, samples)
+
+
+def validation_batches(corpus: IndexedCorpus, *, seq_len: int, micro_batch: int, samples: int,
+                       document_mask: bool, vocab_size: int) -> Iterator[MicroBatch]:
+    """The first `samples` chunks of a held-out corpus (all of them, if fewer) in natural order.
+
+    Every micro-batch has `micro_batch` rows: the last one is filled up by repeating its last sample without
+    targets, so that neither shapes nor the loss depend on `micro_batch`. Raises DataRefused for a corpus
+    shorter than one sample, or an id outside the vocabulary.
+    """
+    order = SampleOrder(corpus.tokens, seq_len, seed=0, source=str(corpus.prefix), shuffle=False)
+    packer = Packer(corpus, seq_len, document_mask, vocab_size)
+    count = min(samples, order.samples_per_epoch)
+    for first in range(0, count, micro_batch):
+        part = range(first, min(first + micro_batch, count))
+        starts = [order.start(min(first + row, count - 1)) for row in range(micro_batch)]
+        yield packer.pack(starts, part)
+
+
+def _check_sizes(global_batch: int, micro_batch: int, prefetch: int) -> None:
+    if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
+        raise DataRefused(f"train.global_batch={global_batch} must be a multiple of "
+                          f"train.micro_batch={micro_batch}, both at least 1: change one of them")
+    if prefetch < 0:
+        raise DataRefused(f"data.prefetch={prefetch} must be at least 0: set 2, or 0 for no thread")

@@ -1,0 +1,152 @@
+"""What follows from a configuration: length, name, place, written form, changes on resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from conf.compose import compose
+from conf.convert import from_dict
+from conf.resolve import (
+    FREE,
+    changes,
+    flatten,
+    is_free,
+    run_directory,
+    run_name,
+    to_dict,
+    to_yaml,
+    total_steps,
+)
+from conf.schema import Config
+from conf.tree import element, leaves, optional
+
+LEAVES = {key: leaf for key, leaf in leaves().items() if key != "extra"}
+
+
+def varied(key: str) -> Any:
+    """A value that differs from the default."""
+    leaf = LEAVES[key]
+    kind = optional(leaf.kind)[0]
+    if kind is bool:
+        return not leaf.default
+    if kind in (int, float):
+        return (leaf.default or 0) + 1
+    if kind is str:
+        return "another"
+    if element(kind) is str:
+        return ["x"]
+    if key == "data.sources":
+        return [{"name": "a", "prefix": "p"}]
+    if key == "model.rope_scaling":
+        return {}
+    return next((choice for choice in get_args(kind) if choice != leaf.default), None)
+
+
+def with_value(key: str, value: Any) -> Config:
+    raw = to_dict(Config())
+    raw["model"]["rope_scaling"] = {} if key.startswith("model.rope_scaling.") else None
+    section = raw
+    *above, name = key.split(".")
+    for part in above:
+        section = section[part]
+    section[name] = value
+    return from_dict(raw)
+
+
+@pytest.mark.parametrize("key", [key for key in LEAVES if varied(key) is not None])
+def test_a_derived_name_changes_with_the_training_and_with_nothing_else(key: str) -> None:
+    default = LEAVES[key].default
+    before, after = with_value(key, default), with_value(key, varied(key))
+    assert before != after
+    if key == "run.name":
+        return
+    assert (run_name(before)[-8:] == run_name(after)[-8:]) == is_free(key)
+
+
+def test_the_keys_that_are_not_varied_have_one_value_only() -> None:
+    assert {key for key in LEAVES if varied(key) is None} == {"optim.name"}
+
+
+def test_every_free_pattern_names_a_key_and_notes_are_free() -> None:
+    known = [*LEAVES, "extra.note"]
+    assert [pattern for pattern in FREE if not any(fnmatchcase(key, pattern) for key in known)] == []
+    assert run_name(compose(["+extra.a=1"])) == run_name(compose([]))
+
+
+def test_a_derived_name_holds_the_model_the_data_and_eight_hex_digits() -> None:
+    model, data, digits = run_name(compose(["model=125m"])).rsplit("-", 2)
+    assert (model, data, len(digits)) == ("125m", "stdlib", 8)
+    assert int(digits, 16) >= 0
+
+
+def test_a_given_name_is_the_runs_and_its_folders() -> None:
+    config = compose(["run.name=mine", "run.dir=somewhere"])
+    assert run_name(config) == "mine"
+    assert run_directory(config) == Path("somewhere/mine")
+
+
+def test_tokens_are_rounded_down_to_whole_steps() -> None:
+    assert total_steps(compose(["train.tokens=409600"])) == 100
+    assert total_steps(compose(["train.tokens=413695"])) == 100
+    assert total_steps(compose(["train.steps=70"])) == 70
+
+
+def test_flattened_keys_are_the_schemas_keys() -> None:
+    below = {key for key in LEAVES if key.startswith("model.rope_scaling.")}
+    assert set(flatten(Config())) == set(LEAVES) - below
+    assert flatten(compose(["+extra.a={b: 1}"]))["extra.a"] == {"b": 1}
+
+
+def test_yaml_text_that_hydra_would_read_as_a_number_is_quoted() -> None:
+    config = dataclasses.replace(Config(), extra={"a": "1e-4", "b": "12", "c": "word"})
+    assert "a: '1e-4'" in to_yaml(config) and "b: '12'" in to_yaml(config) and "c: word" in to_yaml(config)
+
+
+def test_the_yaml_is_an_experiment_that_composes_to_the_same_config(tmp_path: Path) -> None:
+    config = compose(
+        ["model=8b", "optim.lr=1e-5", "train.tokens=500000", "run.name=007", "metrics.wandb_tags=[x]"]
+    )
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "again.yaml").write_text("# @package _global_\n" + to_yaml(config))
+    assert compose(["experiment=again"], str(tmp_path)) == config
+
+
+def test_changes_tells_what_may_change_from_what_may_not() -> None:
+    old = yaml.safe_load(to_yaml(compose([])))
+    free, refused = changes(
+        old, compose(["train.micro_batch=8", "optim.lr=1", "+extra.a=1", "model.rope_scaling={}"])
+    )
+    assert {each.key for each in free} == {"train.micro_batch", "extra.a"}
+    assert {each.key for each in refused} == {"optim.lr", "model.rope_scaling"}
+    assert str(next(each for each in refused if each.key == "optim.lr")) == "optim.lr: 0.001 -> 1.0"
+
+
+def test_the_same_config_has_no_changes() -> None:
+    config = compose(
+        ["model=8b", "metrics.wandb_tags=[a]", "data=indexed", "data.sources=[{name: a, prefix: p}]"]
+    )
+    assert changes(yaml.safe_load(to_yaml(config)), config) == ([], [])
+
+
+def test_a_key_named_in_checkpoint_allow_may_change() -> None:
+    old = to_dict(compose([]))
+    free, refused = changes(old, compose(["optim.lr=1", "optim.clip=2", "checkpoint.allow=[optim.lr]"]))
+    assert "optim.lr" in {each.key for each in free}
+    assert [each.key for each in refused] == ["optim.clip"]
+
+
+def test_a_key_that_only_one_version_knows_is_seen_unless_it_has_its_default() -> None:
+    old = to_dict(compose([]))
+    old["optim"]["forgotten"] = 3
+    del old["optim"]["clip"]
+    assert [each.key for each in changes(old, compose([]))[1]] == ["optim.forgotten"]
+    assert {each.key for each in changes(old, compose(["optim.clip=2"]))[1]} == {
+        "optim.forgotten",
+        "optim.clip",
+    }

@@ -1,0 +1,180 @@
+"""The ranges and the rules of several keys, each with the value, the rule and a fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conf.compose import attempt, compose
+from conf.machine import has_wandb_login, usable_cores
+from conf.problem import Problem
+from conf.schema import Config
+from conf.tree import leaves, optional
+from conf.validate import RANGES, problems
+
+Found = Callable[..., list[Problem]]
+
+SOURCE = "data.sources=[{name: web, prefix: p}]"
+BROKEN = [
+    # overrides, key, part of the rule, part of the fix
+    (["train.steps=0"], "train.steps", "at least 1", "train.steps=1"),
+    (["train.steps=null"], "train.steps", "exactly one", "train.steps=300"),
+    (["train.tokens=4095"], "train.tokens", "4096 tokens", "train.tokens=4096"),
+    (["train.stop_at=301"], "train.stop_at", "300 steps", "train.stop_at=300"),
+    (["train.stop_at=0"], "train.stop_at", "at least 1", "1"),
+    (["train.micro_batch=5"], "train.micro_batch", "train.global_batch=16", "4 or train.micro_batch=8"),
+    (["train.micro_batch=17"], "train.micro_batch", "multiple", "16, or train.global_batch=17"),
+    (["train.global_batch=-2"], "train.global_batch", "at least 1", "train.global_batch=16"),
+    (["train.eval_every=-1"], "train.eval_every", "at least 0", "train.eval_every=50"),
+    (["train.steps=50", "lr_schedule.warmup=50"], "lr_schedule.warmup", "50 steps", "lr_schedule.warmup=5"),
+    (["run.seed=-1"], "run.seed", "at least 0", "run.seed=1234"),
+    (["model.kv_heads=3"], "model.kv_heads", "model.heads=4", "1, 2, 4"),
+    (["model.hidden=260"], "model.hidden", "even multiple", "model.hidden=256"),
+    (["model.hidden=4"], "model.hidden", "even multiple", "model.hidden=8"),
+    (["model.head_dim=33"], "model.head_dim", "even", "model.head_dim=34"),
+    (["model.vocab_size=1"], "model.vocab_size", "at least 2", "model.vocab_size=2"),
+    (["model.vocab_size=1000"], "model.vocab_size", "data.vocab_size=8192", "null"),
+    (["model.window=0"], "model.window", "at least 1", "model.window=1"),
+    (["model.z_loss=-0.1"], "model.z_loss", "at least 0", "model.z_loss=0.0"),
+    (["model.rope_scaling.factor=0.5"], "model.rope_scaling.factor", "at least 1", "8.0"),
+    (["model.rope_scaling.low_freq_factor=4"], "model.rope_scaling.low_freq_factor", "below", "1.0"),
+    (["optim.lr=0"], "optim.lr", "above 0", "optim.lr=0.001 (the default)"),
+    (["optim.beta2=1"], "optim.beta2", "below 1", "0.95"),
+    (["optim.eps=0"], "optim.eps", "above 0", "1e-08"),
+    (["optim.weight_decay=-1"], "optim.weight_decay", "at least 0", "0.1"),
+    (["optim.clip=-1"], "optim.clip", "at least 0", "1.0"),
+    (["lr_schedule.min_ratio=1.5"], "lr_schedule.min_ratio", "at most 1", "0.1"),
+    (["lr_schedule.decay_share=0"], "lr_schedule.decay_share", "above 0", "0.2"),
+    (["data.held_out=0.6"], "data.held_out", "at most 0.5", "0.02"),
+    (["data.vocab_size=511"], "data.vocab_size", "at least 512", "8192"),
+    (["data=indexed"], "data.sources", "neither", "data=stdlib"),
+    ([SOURCE], "data.corpus", "one or the other", "data=indexed"),
+    (["data.corpus=sdtlib"], "data.corpus", "did you mean stdlib", "data.corpus=stdlib"),
+    (["data.tokenizer=t.model"], "data.tokenizer", "goes with data.sources", "leave it out"),
+    (["data=indexed", "data.sources=[{name: '', prefix: p}]"], "data.sources[0].name", "empty", "web"),
+    (["data=indexed", "data.sources=[{name: a, prefix: ''}]"], "data.sources[0].prefix", "empty", "path"),
+    (["data=indexed", "data.sources=[{name: a, prefix: p.bin}]"], "data.sources[0].prefix", "without", ": p"),
+    (["run.name=a/b"], "run.name", "no /", "run.name=a-b"),
+    (["run.name=.."], "run.name", ". or ..", "run.name=mine"),
+    (["run.name="], "run.name", "empty", "run.name=mine"),
+    (["run.name=" + "x" * 121], "run.name", "120 bytes", "run.name=x"),
+    (['run.name="a\tb"'], "run.name", "printable", "run.name=a-b"),
+    (["model.name=a/b"], "model.name", "no /", "model.name=a-b"),
+    (["run.dir="], "run.dir", "folder", "run.dir=runs"),
+    (["checkpoint.resume=atuo"], "checkpoint.resume", "auto, none", "checkpoint.resume=auto"),
+    (["checkpoint.allow=[optim.lrr]"], "checkpoint.allow", "did you mean optim.lr", "optim.lr"),
+    (["checkpoint.every=-1"], "checkpoint.every", "at least 0", "100"),
+    (["metrics.every=0"], "metrics.every", "at least 1", "metrics.every=1"),
+    (["metrics.peak_tflops=0"], "metrics.peak_tflops", "above 0", "inside"),
+    (["metrics.wandb=online"], "metrics.wandb", "WANDB_API_KEY", "metrics.wandb=offline"),
+    (["metrics.wandb_project=a/b"], "metrics.wandb_project", "without", "tatara"),
+    (["metrics.wandb_tags=['']"], "metrics.wandb_tags", "1 to 64", "shorten"),
+    (["precision=bf16", "precision.matmul=high"], "precision.matmul", "name=bf16", "precision=fp32"),
+    (["train.threads=100000"], "train.threads", "core", "train.threads="),
+    (["+extra.api_key=abc"], "extra.api_key", "secret", "environment"),
+    (["+extra.a={hfToken: abc}"], "extra.a.hfToken", "secret", "environment"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "rule", "fix"), BROKEN, ids=[" ".join(case[0]) for case in BROKEN]
+)
+def test_a_broken_rule_is_answered_with_the_key_the_rule_and_a_fix(
+    found: Found, overrides: list[str], key: str, rule: str, fix: str
+) -> None:
+    (problem,) = found(*overrides)
+    assert problem.key == key
+    assert rule in problem.rule
+    assert fix in problem.fix
+
+
+KEPT = [
+    ["train.stop_at=300"], ["train.tokens=300000"], ["model.head_dim=30", "model.hidden=250"],
+    ["checkpoint.allow=[optim.*, data.sources]"], ["data.held_out=0"],
+    ["extra.tokenizer_note=x", "extra.monkey=1"],
+    ["data=indexed", SOURCE, "data.tokenizer=t.model"], ["checkpoint.resume=runs/x"], ["optim.clip=0"],
+    ["precision.matmul=high"], ["lr_schedule.warmup=0", "train.steps=1"], ["run.name=my-run_1.0"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", KEPT, ids=[" ".join(case) for case in KEPT])
+def test_a_setting_at_the_edge_of_a_rule_is_accepted(found: Found, overrides: list[str]) -> None:
+    assert found(*overrides) == []
+
+
+@pytest.mark.parametrize("model", ["nano", "125m", "350m", "1b", "3b", "8b", "70b", "405b"])
+def test_every_model_of_the_repository_keeps_the_rules(found: Found, model: str) -> None:
+    assert found(f"model={model}") == []
+
+
+def test_every_number_of_the_schema_has_a_range() -> None:
+    numbers = {key for key, leaf in leaves().items() if optional(leaf.kind)[0] in (int, float)}
+    assert numbers == {each.key for each in RANGES}
+
+
+def test_all_defaults_are_inside_their_ranges() -> None:
+    defaults = {key: leaf.default for key, leaf in leaves().items()}
+    numbers = [(each, defaults[each.key]) for each in RANGES if defaults[each.key] is not None]
+    assert [each.key for each, default in numbers if not each.holds(default)] == []
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_no_number_of_the_schema_makes_the_rules_stumble(found: Found, value: int) -> None:
+    named = {each.key for each in found(*(f"{rule.key}={value}" for rule in RANGES))}
+    assert named >= {rule.key for rule in RANGES if not rule.holds(value)}
+
+
+def test_source_names_must_differ_and_only_one_source_is_taken(found: Found) -> None:
+    sources = "data.sources=[{name: a, prefix: p}, {name: a, prefix: q}]"
+    rules = [each.rule for each in found("data=indexed", sources)]
+    assert any("has this name already" in rule for rule in rules)
+    assert any("one source" in rule for rule in rules)
+
+
+def test_a_secret_is_never_shown(found: Found) -> None:
+    assert "hunter2" not in "".join(str(each) for each in found("+extra.password=hunter2"))
+
+
+def test_threads_up_to_the_cores_are_accepted(found: Found) -> None:
+    assert found(f"train.threads={usable_cores()}") == []
+
+
+def test_cuda_is_refused_exactly_where_torch_has_none() -> None:
+    import torch
+
+    refused = [each.key for each in attempt(["train.device=cuda"])[1]]
+    assert refused == ([] if torch.cuda.is_available() else ["train.device"])
+
+
+def test_a_wandb_login_is_found_in_the_environment_or_in_netrc(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not has_wandb_login()
+    place = tmp_path / "netrc"
+    place.write_text("machine elsewhere.example login user password x\n")
+    place.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(place))
+    assert not has_wandb_login()
+    place.write_text("machine api.wandb.ai login user password x\n")
+    assert has_wandb_login()
+    monkeypatch.setenv("NETRC", os.devnull)
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    assert compose(["metrics.wandb=online"]).metrics.wandb == "online"
+
+
+def test_run_dir_may_not_be_a_file(found: Found, somewhere_empty: Path) -> None:
+    (somewhere_empty / "taken").write_text("")
+    (problem,) = found("run.dir=taken")
+    assert "is a file" in problem.rule
+
+
+def test_the_rules_read_a_config_however_it_was_made() -> None:
+    config = compose([])
+    broken = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=-1.0))
+    assert [each.key for each in problems(broken)] == ["optim.lr"]
+    assert problems(config) == []
+    assert isinstance(config, Config)

@@ -1,0 +1,79 @@
+"""Automatic choices are measured, safe and reasoned."""
+
+import pytest
+import torch
+
+from parallel import device as device_module
+from parallel.device import choose_matmul, choose_threads, measure_peak, set_up_machine
+from parallel.precision import PrecisionConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def settings_are_put_back():
+    before = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.set_num_threads(before[1])
+
+
+def test_measuring_leaves_the_process_as_it_was():
+    before = torch.get_float32_matmul_precision()
+    choose_matmul(PrecisionConfig("fp32"), CPU)
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_setting_that_rounds_is_never_chosen_however_fast(monkeypatch):
+    real = torch.nn.functional.linear
+
+    def rounding(x, w):
+        if torch.get_float32_matmul_precision() == "highest":
+            return real(x, w)
+        return real(x.bfloat16(), w.bfloat16()).float()
+
+    monkeypatch.setattr(torch.nn.functional, "linear", rounding)
+    times = iter([1.0, 0.1, 0.1])
+    monkeypatch.setattr(device_module, "_seconds", lambda work, times_=7: next(times))
+    assert choose_matmul(PrecisionConfig("fp32"), CPU).value == "highest"
+
+
+def test_a_faster_setting_that_is_true_fp32_is_chosen_with_its_reason(monkeypatch):
+    real = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: real(x.double(), w.double()).float())
+    times = iter([1.0, 0.9, 0.5])
+    monkeypatch.setattr(device_module, "_seconds", lambda work, times_=7: next(times))
+    choice = choose_matmul(PrecisionConfig("fp32"), CPU)
+    assert choice.value == "medium" and "2.0x faster" in choice.reason
+
+
+@pytest.mark.parametrize("asked", ["highest", "high", "medium"])
+def test_an_explicit_setting_is_taken(asked):
+    assert choose_matmul(PrecisionConfig("fp32", asked), CPU).value == asked
+
+
+def test_threads_are_the_asked_ones_or_the_usable_cores():
+    assert choose_threads(3).value == "3"
+    assert 1 <= int(choose_threads(None).value)
+
+
+@pytest.mark.parametrize("name, compute, master", [
+    ("fp64", torch.float64, torch.float64), ("fp32", torch.float32, torch.float32), ("bf16", torch.bfloat16, torch.float32),
+])  # fmt: skip
+def test_a_machine_has_its_dtypes_and_says_each_choice(name, compute, master):
+    said = []
+    machine = set_up_machine("cpu", 1, PrecisionConfig(name), None, None, said.append)
+    assert (machine.compute_dtype, machine.master_dtype) == (compute, master)
+    assert machine.peak > 1e8
+    assert len(said) == 3 and "train.device=cpu" in said[0] and "measured" in said[2]
+
+
+def test_a_resumed_run_keeps_its_fp32_products_and_a_given_peak_counts():
+    said = []
+    machine = set_up_machine("cpu", 1, PrecisionConfig("fp32"), 2.5, "high", said.append)
+    assert machine.matmul == torch.get_float32_matmul_precision() == "high"
+    assert machine.peak == 2.5e12
+
+
+def test_the_peak_is_measured_in_a_second():
+    assert measure_peak(torch.float32, CPU) > 1e8

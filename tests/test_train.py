@@ -1,0 +1,204 @@
+"""Whole runs: what they leave behind, and that nothing but the training decides their numbers."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from checkpoint.store import newest, read_tensors
+from model.config import ModelConfig
+from model.transformer import build
+from optim.config import OptimConfig
+from optim.updater import Updater
+from tests.conftest import ROOT, losses, records, validations, write_corpus
+
+CONTRACT = {
+    "config.yaml", "overrides.txt", "environment.txt", "status.json", "log.txt", "logs", "metrics.jsonl", "checkpoints",
+}  # fmt: skip
+KEYS = {
+    "step", "attempt", "loss", "aux", "grad_norm", "lr", "tokens", "samples", "tokens_per_s", "mfu", "hfu",
+    "step_time", "time", "memory_gb", "skipped",
+}  # fmt: skip
+
+
+def run_of(overrides, name="tiny"):
+    return Path(next(o for o in overrides if o.startswith("run.dir=")).split("=", 1)[1]) / name
+
+
+def test_a_run_leaves_every_file_of_the_contract_and_learns(tiny):
+    assert train.main([*tiny, "train.steps=60", "optim.lr=1e-2"]) == 0
+    run = run_of(tiny)
+    assert {p.name for p in run.iterdir()} >= CONTRACT
+    assert json.loads((run / "status.json").read_text()) == {"state": "done", "code": 0, "step": 60, "attempt": 1}
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000060\n"
+    steps = [r for r in records(run) if "event" not in r]
+    assert [r["step"] for r in steps] == list(range(1, 61))
+    for r in steps:
+        assert set(r) == KEYS
+        assert sum(r["time"].values()) == pytest.approx(r["step_time"])
+        assert r["tokens"] == r["step"] * 8 * 32 and r["samples"] == r["step"] * 8
+    values = validations(run)
+    assert sorted(values) == [7, 14, 21, 28, 35, 42, 49, 56, 60]
+    assert values[60] < 0.6 * values[7] < 0.7 * math.log(96)
+    assert list((run / "logs").glob("rank_*.txt"))
+
+
+def test_a_finished_run_started_again_says_so_and_changes_nothing(tiny, capsys):
+    assert train.main([*tiny, "train.steps=3"]) == 0
+    before = (run_of(tiny) / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    assert train.main([*tiny, "train.steps=3"]) == 0
+    assert "at step 3 of 3: done" in capsys.readouterr().out
+    assert (run_of(tiny) / "metrics.jsonl").read_text() == before
+
+
+def start(overrides):
+    return subprocess.Popen(
+        [sys.executable, "train.py", *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def kill_at(process, line):
+    """SIGKILL as soon as the process has printed a line that begins so; None if it ended before."""
+    for said in process.stdout:
+        if said.lstrip().startswith(line):
+            process.send_signal(signal.SIGKILL)
+            break
+    process.communicate()
+    return process.returncode
+
+
+@pytest.mark.parametrize(
+    "kill, options",
+    [
+        (["step  8", "step 17"], []),
+        (["validation at step 14", "saved"], ["train.micro_batch=2"]),
+        (["step 13"], ["precision=bf16", "precision.matmul=auto", "train.micro_batch=8"]),
+        (["step 19"], ["checkpoint.every=1", "data.document_mask=false"]),
+    ],
+)
+def test_a_run_killed_and_started_again_gives_bitwise_the_losses_of_an_undisturbed_one(tiny, kill, options):
+    """The corpus has 14 steps an epoch, so that every case crosses a validation and an epoch's end."""
+    assert train.main([*tiny, *options, "run.name=whole"]) == 0
+    for line in kill:
+        assert kill_at(start([*tiny, *options]), line) == -signal.SIGKILL
+    assert train.main([*tiny, *options]) == 0
+    assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
+    assert validations(run_of(tiny)) == validations(run_of(tiny, "whole"))
+    assert any(r.get("event") == "resume" for r in records(run_of(tiny)))
+
+
+def test_a_run_stopped_early_and_led_on_equals_an_undisturbed_one_bitwise(tiny):
+    assert train.main([*tiny, "run.name=whole"]) == 0
+    for stop_at in (5, 6, 13, 20):
+        assert train.main([*tiny, f"train.stop_at={stop_at}"]) == 0
+        assert json.loads((run_of(tiny) / "status.json").read_text())["step"] == stop_at
+    assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
+
+
+def test_two_identical_runs_are_bitwise_equal(tiny):
+    for name in ("a", "b"):
+        assert train.main([*tiny, f"run.name={name}", "train.threads=2", "train.steps=5"]) == 0
+    assert losses(run_of(tiny, "a")) == losses(run_of(tiny, "b"))
+    weights = [read_tensors(newest(run_of(tiny, name) / "checkpoints")) for name in "ab"]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-6), ("fp64", 1e-13)])
+def test_the_micro_batch_size_never_changes_the_training(tiny, precision, tolerance):
+    for size in (1, 2, 4, 8):
+        options = [f"precision={precision}", f"train.micro_batch={size}", f"run.name=m{size}", "precision.matmul=auto"]
+        assert train.main([*tiny, *options]) == 0
+    one = losses(run_of(tiny, "m1"))
+    for size in (2, 4, 8):
+        other = losses(run_of(tiny, f"m{size}"))
+        assert max(abs(one[s][0] - other[s][0]) for s in one) < tolerance
+        held = validations(run_of(tiny, "m1")), validations(run_of(tiny, f"m{size}"))
+        assert max(abs(held[0][s] - held[1][s]) for s in held[0]) < tolerance
+
+
+def test_a_stop_file_saves_and_ends_with_75_and_the_same_command_goes_on(tiny):
+    assert train.main([*tiny, "run.name=whole"]) == 0
+    process = start(tiny)
+    for said in process.stdout:
+        if said.lstrip().startswith("step  3"):
+            (run_of(tiny) / "stop").touch()
+            break
+    process.communicate()
+    assert process.returncode == 75
+    status = json.loads((run_of(tiny) / "status.json").read_text())
+    assert status["state"] == "stopped" and status["code"] == 75
+    assert train.main(tiny) == 0
+    assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
+
+
+def test_a_resume_prints_free_changes_and_refuses_those_of_the_training(tiny, capsys):
+    assert train.main([*tiny, "train.stop_at=3"]) == 0
+    capsys.readouterr()
+    assert train.main([*tiny, "train.stop_at=4", "train.micro_batch=2"]) == 0
+    said = capsys.readouterr().out
+    assert "changed since then: train.micro_batch: 4 -> 2" in said
+    assert train.main([*tiny, "optim.lr=5e-4"]) == 2
+    assert "optim.lr: 0.001 -> 0.0005" in capsys.readouterr().err
+    assert json.loads((run_of(tiny) / "status.json").read_text())["code"] == 2
+    assert train.main([*tiny, "optim.lr=5e-4", "checkpoint.allow=[optim.lr]"]) == 0
+
+
+def test_a_changed_corpus_under_the_same_name_is_refused(tiny, corpus, tmp_path, capsys):
+    other = write_corpus(tmp_path / "other", 60, seed=9)
+    assert train.main([*tiny, "train.stop_at=3"]) == 0
+    sources = f"data.sources=[{{name: small, prefix: '{other}', validation: '{corpus.parent / 'held'}'}}]"
+    assert train.main([*tiny, sources, "checkpoint.allow=[data.sources]"]) == 3
+    assert "trained on other data" in capsys.readouterr().err
+
+
+def test_gradients_that_are_not_finite_are_skipped_recorded_and_at_last_stop_the_run(tiny, capsys):
+    """A learning rate beyond all measure makes the weights, then the loss, overflow."""
+    assert train.main([*tiny, "optim.lr=1e38", "lr_schedule.warmup=0", "train.max_skips=4"]) == 4
+    assert "steps in a row had gradients that are not finite" in capsys.readouterr().err
+    run = run_of(tiny)
+    assert [r["event"] for r in records(run) if r.get("event") == "skip"] == ["skip"] * 4
+    broken = [r for r in records(run) if "nonfinite" in r]
+    assert broken and all(r[k] is None for r in broken for k in r["nonfinite"] if "." not in k)
+    assert json.loads((run / "status.json").read_text())["state"] == "diverged"
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_a_model_of_a_few_layers_overfits_one_batch(compute):
+    shape = ModelConfig(hidden=64, layers=3, heads=4, kv_heads=2, ffn=128, vocab_size=96)
+    model = build(shape, 1, torch.device("cpu"), torch.float32)
+    updater = Updater(model, OptimConfig(weight_decay=0.0), compute)
+    tokens = torch.randint(0, 96, (4 * 64 + 1,), generator=torch.Generator().manual_seed(0))
+    positions, borders = torch.arange(64).repeat(4), torch.arange(0, 257, 64, dtype=torch.int32)
+    for _ in range(150):
+        sums = model(tokens[:-1], tokens[1:], positions, borders, 64, documents=False, scale=1 / 256)
+        sums.objective.backward()
+        updater.step(3e-3)
+    assert sums.objective.item() < 0.05
+
+
+def test_wandb_is_offline_and_one_run_after_a_resume(tiny):
+    options = [*tiny, "metrics.wandb=offline", "train.steps=4"]
+    for stop_at in (2, 4):
+        assert train.main([*options, f"train.stop_at={stop_at}"]) == 0
+    starts = list((run_of(tiny) / "wandb").glob("offline-run-*"))
+    ids = {path.name.rsplit("-", 1)[1] for path in starts}
+    assert len(starts) == 2 and len(ids) == 1
+
+
+def test_many_processes_are_refused(tiny, launch):
+    done = launch(*tiny, WORLD_SIZE="4")
+    assert done.returncode == 2 and "WORLD_SIZE=4" in done.stderr
+
+
+def test_a_compiled_run_trains_as_an_eager_one(tiny):
+    for name, compiled in (("eager", "false"), ("compiled", "true")):
+        assert train.main([*tiny, f"run.name={name}", f"train.compile={compiled}", "train.steps=3"]) == 0
+    eager, compiled = losses(run_of(tiny, "eager")), losses(run_of(tiny, "compiled"))
+    assert all(compiled[s] == pytest.approx(eager[s], rel=1e-5) for s in eager)
