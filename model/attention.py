@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from model.attention_kernels import BLOCK, block_keys, blocked_attention, fused_attention
 from model.config import ModelConfig
+from model.norm import RMSNorm
 from model.rope import rotate, rotation_table
 
 
@@ -108,8 +109,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, rows, bias=config.bias, device=device)
         self.out = nn.Linear(width, config.hidden, bias=config.bias, device=device)
         norm = config.qk_norm
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps, device=device) if norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps, device=device) if norm else None
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps, device) if norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps, device) if norm else None
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100  # label of a token without a target
+_ROWS = 32  # rows of logits worked on at a time on a CPU, so that their fp32 form stays in the cache
 
 
 @dataclass(frozen=True)
@@ -29,35 +30,42 @@ class LossSettings:
 
 
 def chunk_terms(
-    logits: Tensor, labels: Tensor, settings: LossSettings, scale: float, with_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and the logits' gradient of one chunk.
+    logits: Tensor, labels: Tensor, settings: LossSettings, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses of one chunk; its logits [C, padded vocabulary] become their own gradient, in place.
 
     Args:
-        logits: [C, padded vocabulary], compute dtype.
+        logits: compute dtype; with_grad: afterwards d(sum of cross-entropy + z_loss * logsumexp^2) / d logits.
         labels: [C] int64, IGNORE where there is no target.
-        scale: factor of the objective (1 / valid tokens of the step).
-        with_grad: whether the gradient is needed.
 
     Returns:
-        (sum of cross-entropy, sum of logsumexp^2, gradient [C, padded vocabulary] in logits' dtype or empty),
-        sums in fp32 (fp64 for fp64 logits).
+        (sum of cross-entropy, sum of logsumexp^2) in fp32 (fp64 for fp64 logits).
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    rows = len(logits) if torch.compiler.is_compiling() or logits.device.type != "cpu" else _ROWS
     logits[:, settings.vocab_size :] = float("-inf")
-    valid = labels != IGNORE
+    sums = [
+        _row_terms(logits[row : row + rows], labels[row : row + rows], settings.z_loss, with_grad)
+        for row in range(0, len(logits), rows)
+    ]
+    losses, squares = (torch.stack(parts).sum() for parts in zip(*sums, strict=True))
+    return losses, squares
+
+
+def _row_terms(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """`chunk_terms` of a few rows, whose fp32 form fits the cache."""
+    valid = (labels != IGNORE)[:, None]
     target = labels.clamp(min=0)[:, None]
-    log_p = F.log_softmax(logits, -1, dtype=wide)
-    log_target = log_p.gather(1, target)[:, 0]
-    lse = logits.gather(1, target)[:, 0].to(wide) - log_target
+    log_p = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_target = log_p.gather(1, target)
+    lse = logits.gather(1, target) - log_target
     losses, squares = -(log_target * valid).sum(), (lse.square() * valid).sum()
-    if not with_grad:
-        return losses, squares, logits.new_empty(0)
-    row = valid.to(wide) * scale
-    grad = log_p.exp_()
-    grad *= (row * (1.0 + 2.0 * settings.z_loss * lse) if settings.z_loss else row)[:, None]
-    grad.scatter_add_(1, target, -row[:, None])
-    return losses, squares, grad.to(logits.dtype)
+    if with_grad:
+        grad = log_p.exp_()
+        if z_loss:
+            grad *= 1.0 + 2.0 * z_loss * lse
+        grad.scatter_add_(1, target, -torch.ones_like(log_target))
+        logits.copy_(grad.mul_(valid))
+    return losses, squares
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -74,19 +82,22 @@ class _ChunkedLoss(torch.autograd.Function):
         dw = torch.zeros_like(weight, dtype=wide) if with_grad else None
         for begin in range(0, len(x), settings.chunk):
             part = slice(begin, begin + settings.chunk)
-            loss, square, grad = terms(F.linear(x[part], weight), labels[part], settings, scale, with_grad)
+            logits = F.linear(x[part], weight)
+            loss, square = terms(logits, labels[part], settings, with_grad)
             losses, squares = losses + loss, squares + square
-            if dx is not None and dw is not None:
-                dx[part] = grad @ weight
-                dw += grad.t() @ x[part]
+            if dx is not None and dw is not None:  # the logits are their gradient now
+                dx[part] = logits @ weight
+                dw += logits.t() @ x[part]
         ctx.save_for_backward(*([dx, dw] if with_grad else []))
+        ctx.scale = scale
         ctx.mark_non_differentiable(losses, squares)
         return (losses + settings.z_loss * squares) * scale, losses, squares
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx, dw = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dw * grad, None, None, None, None
+        factor = grad * ctx.scale
+        return dx * factor.to(dx.dtype), dw * factor, None, None, None, None
 
 
 def chunked_loss(

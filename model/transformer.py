@@ -16,6 +16,7 @@ from model.config import ModelConfig
 from model.init import fill_rectangle, stream_key
 from model.loss import LossSettings, chunk_terms, chunked_loss
 from model.mlp import MLP
+from model.norm import RMSNorm
 from model.rope import inverse_wavelengths
 
 
@@ -43,9 +44,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps, device=device)
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps, device)
         self.attention = Attention(config, device)
-        self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps, device=device)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, device)
         self.mlp = MLP(config, device)
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
@@ -63,7 +64,7 @@ class Decoder(nn.Module):
         rows = padded_vocabulary(config)
         self.embedding = nn.Embedding(rows, config.hidden, device=device)
         self.layers = nn.ModuleList(Block(config, device) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps, device=device)
+        self.norm = RMSNorm(config.hidden, config.norm_eps, device)
         self.head = None if config.tied_embeddings else nn.Linear(config.hidden, rows, bias=False, device=device)
         head_dim = config.head_dim or config.hidden // config.heads
         self.freq = inverse_wavelengths(head_dim, config.rope_theta, config.rope_scaling)
