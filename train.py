@@ -126,7 +126,8 @@ class Trainer:
     ) -> None:
         self.config, self.data, self.directory, self.console = config, data, directory, console
         self.folder, self.last, self.progress = checkpoint_folder(config, directory), last_step(config), Progress()
-        self.shape = replace(config.model, vocab_size=config.model.vocab_size or data.vocab_size)
+        self.vocab_size = config.model.vocab_size or data.vocab_size
+        self.shape = replace(config.model, vocab_size=self.vocab_size)
         self.attempt = directory.status().get("attempt", 0) + 1
         self.machine = set_up_machine(
             config.train.device, config.train.threads, config.precision, config.metrics.peak_tflops,
@@ -148,17 +149,21 @@ class Trainer:
         corpus = IndexedCorpus(source.train)
         order = SampleOrder(corpus.tokens, train.seq_len, config.run.seed, source.name)
         self.console.say(f"model: {config.model.name}, {count_parameters(self.shape):,} parameters")
-        self.console.say(f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {order.report}")
-        shared = {
-            "seq_len": train.seq_len, "micro_batch": train.micro_batch,
-            "document_mask": config.data.document_mask, "vocab_size": self.shape.vocab_size or 0,
-        }  # fmt: skip
-        loader = TrainLoader(corpus, order, global_batch=train.global_batch, prefetch=config.data.prefetch, **shared)
+        self.console.say(
+            f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {order.report}"
+        )
+        loader = TrainLoader(
+            corpus, order, global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
+            document_mask=config.data.document_mask, vocab_size=self.vocab_size, prefetch=config.data.prefetch,
+        )  # fmt: skip
         if source.validation is None or not train.eval_every:
             self.console.say("validation: none" + ("" if source.validation else " (the source has no held-out corpus)"))
             return loader, []
-        held_out = IndexedCorpus(source.validation)
-        return loader, list(validation_batches(held_out, samples=train.eval_samples, **shared))
+        held_out = validation_batches(
+            IndexedCorpus(source.validation), samples=train.eval_samples, micro_batch=train.micro_batch,
+            seq_len=train.seq_len, document_mask=config.data.document_mask, vocab_size=self.vocab_size,
+        )  # fmt: skip
+        return loader, list(held_out)
 
     def load(self, found: Path, saved: RunState) -> None:
         """Go on from a checkpoint."""
@@ -223,7 +228,7 @@ class Trainer:
         tensors = (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)
         return self.model(  # type: ignore[no-any-return]
             *(t.to(device, non_blocking=True) for t in tensors), self.config.train.seq_len,
-            documents=self.config.data.document_mask, scale=scale, max_seqlen=batch.max_seqlen,
+            documents=self.config.data.document_mask, scale=scale,
         )  # fmt: skip
 
     def report_step(self, report: Reporter, batch: StepBatch, loss: Tensor, z_square: Tensor, lr: float) -> None:
@@ -255,8 +260,8 @@ class Trainer:
         skips = [step for step, outcome in self.unread if outcome.skipped.item()]
         good = [step for step, _ in self.unread if step not in skips]
         self.progress.skipped += len(skips)
-        self.progress.skipped_in_a_row = self.progress.step - good[-1] if good else (
-            self.progress.skipped_in_a_row + len(skips)
+        self.progress.skipped_in_a_row = (
+            self.progress.step - good[-1] if good else (self.progress.skipped_in_a_row + len(skips))
         )
         self.unread.clear()
         return skips
@@ -278,7 +283,7 @@ class Trainer:
             state = RunState(
                 progress.step, progress.samples, progress.tokens, self.updater.updates,
                 data={self.data.source.name: self.data.fingerprint}, config=to_dict(config),
-                vocab_size=self.shape.vocab_size or 0, choices={"matmul": self.machine.matmul}, wandb_id=self.wandb_id,
+                vocab_size=self.vocab_size, choices={"matmul": self.machine.matmul}, wandb_id=self.wandb_id,
             )  # fmt: skip
             path = store.save(
                 self.folder, self.updater.tensors(), state, keep=config.checkpoint.keep, tokenizer=self.data.tokenizer
@@ -290,7 +295,9 @@ class Trainer:
         """The sinks of this start."""
         config, path = self.config, self.directory.path
         wandb = Wandb(config.metrics, path, run_name(config), self.wandb_id, to_dict(config))
-        return Reporter(self.console, JsonLines(path / "metrics.jsonl"), wandb, self.attempt, self.progress.step, self.last)
+        return Reporter(
+            self.console, JsonLines(path / "metrics.jsonl"), wandb, self.attempt, self.progress.step, self.last
+        )
 
     def finish(self, report: Reporter) -> int:
         """Say how good the model is and let it speak; exit code 0."""

@@ -1,11 +1,11 @@
 """Checkpoints of a run: one folder a step, of safetensors and JSON; no pickle is written or read.
 
-    checkpoints/
-      latest                 name of the newest whole checkpoint
-      step_00000100/
-        tensors.safetensors  weights and moments, whole tensors under layout-free names
-        state.json           counters, cursor, data's fingerprint, the run's config
-        tokenizer.model      the text's tokenizer, where it is known
+checkpoints/
+  latest                 name of the newest whole checkpoint
+  step_00000100/
+    tensors.safetensors  weights and moments, whole tensors under layout-free names
+    state.json           counters, cursor, data's fingerprint, the run's config
+    tokenizer.model      the text's tokenizer, where it is known
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from files import sync, write_whole
 from errors import CheckpointRefused
+from files import sync, write_whole
 
 FORMAT = 1  # raised when a reader of the old form would misread the new one
 TENSORS, STATE, TOKENIZER, LATEST = "tensors.safetensors", "state.json", "tokenizer.model", "latest"
@@ -98,9 +98,7 @@ def save(
         ) from error
 
 
-def _save(
-    folder: Path, tensors: Mapping[str, Tensor], state: RunState, keep: int, tokenizer: Path | None
-) -> Path:
+def _save(folder: Path, tensors: Mapping[str, Tensor], state: RunState, keep: int, tokenizer: Path | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
     target = folder / step_name(state.step)

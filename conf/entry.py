@@ -56,7 +56,5 @@ def _flag_problems(invocation: Invocation) -> list[Problem]:
         rule = "only the job's configuration can be printed" + (f"; {hint}" if hint else "")
         return [Problem(f"--cfg {shown}", None, rule, "write --cfg job")]
     if invocation.multirun:
-        return [
-            Problem("--cfg job", None, "prints one configuration, but -m asks for many runs", "leave out -m")
-        ]
+        return [Problem("--cfg job", None, "prints one configuration, but -m asks for many runs", "leave out -m")]
     return []

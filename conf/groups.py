@@ -83,11 +83,7 @@ def folder_problems(config_dir: str | None) -> list[Problem]:
     folder = Path(config_dir)
     if not folder.is_dir():
         there = "is a file" if folder.exists() else "does not exist"
-        return [
-            Problem(
-                "--config-dir", config_dir, f"the folder {there}", "give a folder that holds GROUP/NAME.yaml"
-            )
-        ]
+        return [Problem("--config-dir", config_dir, f"the folder {there}", "give a folder that holds GROUP/NAME.yaml")]
     return [*_hidden(folder), *_misnamed(folder)]
 
 
@@ -99,9 +95,7 @@ def _hidden(folder: Path) -> list[Problem]:
         twin = ours / inside
         if twin.is_file() and not twin.samefile(path) and not filecmp.cmp(twin, path, shallow=False):
             rule = f"the repository has its own {inside.as_posix()}, which would be read instead"
-            problems.append(
-                Problem("--config-dir", str(path), rule, "rename the file and choose it by its new name")
-            )
+            problems.append(Problem("--config-dir", str(path), rule, "rename the file and choose it by its new name"))
     return problems
 
 

@@ -42,9 +42,7 @@ def _device(config: Config) -> Iterator[Problem]:
         built = torch.version.cuda is not None
         rule = "no CUDA device is visible" if built else "this PyTorch is built without CUDA"
         fix = "write train.device=cpu or train.device=auto"
-        yield Problem(
-            "train.device", "cuda", rule, fix + ("" if built else ", or install a CUDA build of PyTorch")
-        )
+        yield Problem("train.device", "cuda", rule, fix + ("" if built else ", or install a CUDA build of PyTorch"))
 
 
 def _wandb(config: Config) -> Iterator[Problem]:

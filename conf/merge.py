@@ -159,9 +159,7 @@ def _failures(error: Exception, groups: Groups) -> list[Problem]:
     inner = _first_line(error)
     rule = text if inner in text else f"{text}: {inner}".strip(": ")
     if isinstance(error, MissingConfigException):
-        return [
-            Problem("defaults", error.missing_cfg_file, rule, "name a file that exists in the defaults list")
-        ]
+        return [Problem("defaults", error.missing_cfg_file, rule, "name a file that exists in the defaults list")]
     if "DictConfig with ListConfig" in rule:
         rule = "an item of data.sources is set, but nothing gives the list itself"
         return [Problem("data.sources", None, rule, "write 'data.sources=[{name: web, prefix: PATH}]'")]

@@ -88,9 +88,7 @@ def _labelled(combinations: Sequence[Combination], found: Sequence[Sequence[Prob
         for problem in dict.fromkeys(problems):
             having.setdefault(problem, []).append(combination.label)
     return [
-        problem
-        if len(labels) == len(combinations)
-        else replace(problem, rule=f"{problem.rule}  [with {_few(labels)}]")
+        problem if len(labels) == len(combinations) else replace(problem, rule=f"{problem.rule}  [with {_few(labels)}]")
         for problem, labels in having.items()
     ]
 

@@ -94,9 +94,7 @@ class _Checker:
         if key.startswith(_NOTES + ".") or self.groups.chosen.get(key, "") is None:
             return Accepted(text, key, None, key in self.groups.choices)
         if key in self.groups.choices:
-            return Problem(
-                text, None, f"a run needs a choice of {key}", f"write {key}={self._choices(key)[0]}"
-            )
+            return Problem(text, None, f"a run needs a choice of {key}", f"write {key}={self._choices(key)[0]}")
         if key not in self.known and key not in sections():
             return unknown_key(key, None, self.known)
         nullable = key in self.known and optional(self.known[key].kind)[1]
@@ -112,9 +110,7 @@ class _Checker:
         added = override.is_add() or override.is_force_add()
         written = override.get_value_string()
         if added and primary and override.package is None:
-            return Problem(
-                text, None, "a group that has a choice already takes no +", f"write {group}={written}"
-            )
+            return Problem(text, None, "a group that has a choice already takes no +", f"write {group}={written}")
         if not added and not primary and override.package is None:
             rule = f"the group {group} is not part of every run"
             return Problem(text, None, rule, f"write +{group}={written}")
@@ -129,9 +125,7 @@ class _Checker:
     def _no_choice(self, group: str, name: str) -> Problem:
         choices = self._choices(group)
         hint = did_you_mean(name, choices)
-        listed = (
-            f"the choices of {group} are {', '.join(choices)}" if choices else f"there is no group {group}"
-        )
+        listed = f"the choices of {group} are {', '.join(choices)}" if choices else f"there is no group {group}"
         fix = f"write {group}={(close(name, choices) or choices or ['NAME'])[0]}"
         return Problem(group, name, f"{listed}" + (f"; {hint}" if hint else ""), fix)
 
@@ -143,13 +137,9 @@ class _Checker:
             if problem is not None:
                 return problem
             if override.is_add():
-                return Problem(
-                    text, None, "+ adds new keys, and only extra takes those", f"write {key}={written}"
-                )
+                return Problem(text, None, "+ adds new keys, and only extra takes those", f"write {key}={written}")
         elif key == _NOTES and not isinstance(value, Mapping):
-            return Problem(
-                key, written, "extra is a section of your own notes", f"write +{_NOTES}.NAME={written}"
-            )
+            return Problem(key, written, "extra is a section of your own notes", f"write +{_NOTES}.NAME={written}")
         return Accepted(f"++{key}={self._text(key, written, value)}", key, value, False)
 
     def _sweep(self, override: Override) -> Problem:

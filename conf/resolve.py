@@ -113,9 +113,7 @@ def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML that both PyYAML and Hydra read back to the same values."""
-    dumped: str = yaml.dump(
-        to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_UNFOLDED
-    )
+    dumped: str = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_UNFOLDED)
     return dumped
 
 

@@ -100,9 +100,7 @@ def _heads(config: Config) -> Iterator[Problem]:
     if model.heads % model.kv_heads:
         fits = [str(count) for count in range(1, model.heads + 1) if model.heads % count == 0]
         rule = f"model.heads={model.heads} must be a multiple of it"
-        yield Problem(
-            "model.kv_heads", show(model.kv_heads), rule, f"write one of {', '.join(fits)}", ("model.heads",)
-        )
+        yield Problem("model.kv_heads", show(model.kv_heads), rule, f"write one of {', '.join(fits)}", ("model.heads",))
     if model.head_dim is not None:
         if model.head_dim % 2:
             rule, fix = (
@@ -145,18 +143,14 @@ def _corpus(config: Config) -> Iterator[Problem]:
         rule = "goes with data.sources; a self-preparing corpus trains its own (data.vocab_size entries)"
         yield Problem("data.tokenizer", show(data.tokenizer), rule, f"leave it out, or write {example}", both)
     if not data.cache.strip():
-        yield Problem(
-            "data.cache", show(data.cache), "must be a folder's path", "write data.cache=~/.cache/tatara"
-        )
+        yield Problem("data.cache", show(data.cache), "must be a folder's path", "write data.cache=~/.cache/tatara")
 
 
 def _sources(config: Config) -> Iterator[Problem]:
     sources = config.data.sources
     if len(sources) > 1:
         rule = "exactly one source is supported in this version"
-        yield Problem(
-            "data.sources", f"{len(sources)} sources", rule, "give one, or join them at preparation"
-        )
+        yield Problem("data.sources", f"{len(sources)} sources", rule, "give one, or join them at preparation")
     names = [source.name for source in sources]
     for index, source in enumerate(sources):
         here = f"data.sources[{index}]"
@@ -166,9 +160,7 @@ def _sources(config: Config) -> Iterator[Problem]:
             rule = f"source {names.index(source.name)} has this name already"
             yield Problem(f"{here}.name", source.name, rule, f"write name: {source.name}-{index}")
         if not source.prefix.strip():
-            yield Problem(
-                f"{here}.prefix", show(source.prefix), "must not be empty", "the path without .bin/.idx"
-            )
+            yield Problem(f"{here}.prefix", show(source.prefix), "must not be empty", "the path without .bin/.idx")
         elif source.prefix.endswith((".bin", ".idx")):
             rule, fix = "is the path without .bin/.idx", f"write prefix: {source.prefix[:-4]}"
             yield Problem(f"{here}.prefix", source.prefix, rule, fix)
@@ -195,9 +187,7 @@ def _resuming(config: Config) -> Iterator[Problem]:
     meant = close(resume, ("auto", "none"))
     if not resume.strip() or (resume not in ("auto", "none") and meant and not Path(resume).exists()):
         rule = "must be auto, none, or the path of a checkpoint"
-        yield Problem(
-            "checkpoint.resume", show(resume), rule, f"write checkpoint.resume={(meant or ['auto'])[0]}"
-        )
+        yield Problem("checkpoint.resume", show(resume), rule, f"write checkpoint.resume={(meant or ['auto'])[0]}")
     known = [*leaves(), *flatten(config)]
     for pattern in config.checkpoint.allow:
         if not any(fnmatchcase(key, pattern) for key in known):

@@ -1,10 +1,10 @@
 """What a training step reads, and how samples of a corpus are packed into it.
 
-    samples            |  a0 a1 a2 a3 | b0 b1 c0 c1 |   two samples of 4; document c starts in the second
-    tokens     [T]        a0 a1 a2 a3   b0 b1 c0 c1
-    labels     [T]        a1 a2 a3 a4   b1 -- c1 c2     the target after b1 lies in another document
-    positions  [T]         0  1  2  3    0  1  0  1
-    cu_seqlens [D + 1]     0  4  6  8                   attention stays inside each segment
+samples            |  a0 a1 a2 a3 | b0 b1 c0 c1 |   two samples of 4; document c starts in the second
+tokens     [T]        a0 a1 a2 a3   b0 b1 c0 c1
+labels     [T]        a1 a2 a3 a4   b1 -- c1 c2     the target after b1 lies in another document
+positions  [T]         0  1  2  3    0  1  0  1
+cu_seqlens [D + 1]     0  4  6  8                   attention stays inside each segment
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def step_batch(micro_batches: Sequence[MicroBatch], samples: range) -> StepBatch
         valid_tokens=sum(micro_batch.valid_tokens for micro_batch in micro_batches),
         tokens=sum(micro_batch.tokens.numel() for micro_batch in micro_batches),
         sum_squared_lengths=sum(micro_batch.sum_squared_lengths for micro_batch in micro_batches),
-        samples=samples)
+        samples=samples,
+    )
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,18 @@ class Packer:
         cuts = self._cuts(starts)
         # A cut marks the first position of a document, so the label before it belongs to another one.
         labels.reshape(-1)[cuts - 1] = IGNORE
-        labels[len(samples):] = IGNORE
+        labels[len(samples) :] = IGNORE
         segments = np.unique(np.concatenate([rows, cuts])) if cuts.size else rows  # [D + 1]
         lengths = np.diff(segments)
         positions = np.arange(total) - np.repeat(segments[:-1], lengths)
         return MicroBatch(
-            tokens=torch.from_numpy(tokens.reshape(-1)), labels=torch.from_numpy(labels.reshape(-1)),
-            positions=torch.from_numpy(positions), cu_seqlens=torch.from_numpy(segments.astype(np.int32)),
-            max_seqlen=int(lengths.max()), samples=samples)
+            tokens=torch.from_numpy(tokens.reshape(-1)),
+            labels=torch.from_numpy(labels.reshape(-1)),
+            positions=torch.from_numpy(positions),
+            cu_seqlens=torch.from_numpy(segments.astype(np.int32)),
+            max_seqlen=int(lengths.max()),
+            samples=samples,
+        )
 
     def _read(self, starts: Sequence[int]) -> tuple[Array, Array]:
         tokens = np.empty((len(starts), self.seq_len), np.int64)
@@ -136,6 +141,9 @@ class Packer:
         """
         if not self.document_mask:
             return np.empty(0, np.int64)
-        return np.concatenate([
-            self.corpus.borders(start, start + self.seq_len + 1) + (row * self.seq_len - start)
-            for row, start in enumerate(starts)])
+        return np.concatenate(
+            [
+                self.corpus.borders(start, start + self.seq_len + 1) + (row * self.seq_len - start)
+                for row, start in enumerate(starts)
+            ]
+        )

@@ -59,7 +59,7 @@ class IndexedCorpus:
         pointers_at = HEADER.size + 4 * sequences
         documents_at = pointers_at + 8 * sequences
         self._index = index
-        self._lengths = index[HEADER.size:pointers_at].view("<i4")
+        self._lengths = index[HEADER.size : pointers_at].view("<i4")
         # Two views of each table: numpy gathers many entries at once; bisect on a memoryview reads one at a
         # time in place (np.searchsorted would copy the whole table, which is not aligned in the file).
         self._pointers = index[pointers_at:documents_at].view("<i8")
@@ -107,7 +107,8 @@ class IndexedCorpus:
             raise DataRefused(
                 f"{self.bin_path}: the token at position {start + at} is {tokens[at]}, but ids must be from "
                 f"0 to {vocab_size - 1} (vocabulary of {vocab_size}): give the tokenizer that made this "
-                "corpus (data.tokenizer), or prepare the corpus again")
+                "corpus (data.tokenizer), or prepare the corpus again"
+            )
 
     def sample(self, tokens: int) -> Tokens:
         """About `tokens` tokens from evenly spaced places (all, if there are fewer): [n] of `dtype`."""
@@ -123,31 +124,38 @@ class IndexedCorpus:
         digest = hashlib.sha256(f"{self.dtype.str} {self.tokens} {self.documents}".encode())
         for data in (self._index, self._stream.view(np.uint8)):
             for start in _spaced(data.size, _HASHED_BLOCK_BYTES, _HASHED_BLOCKS):
-                digest.update(data[start:start + _HASHED_BLOCK_BYTES].tobytes())
+                digest.update(data[start : start + _HASHED_BLOCK_BYTES].tobytes())
         return digest.hexdigest()
 
     def _check_index(self) -> None:
         first, last, sequences = self._document_list[0], self._document_list[-1], len(self._pointer_list)
         if (first, last) != (0, sequences):
-            raise DataRefused(f"{self.idx_path}: its documents span sequences {first} to {last}, but must "
-                              f"span 0 to {sequences}: the file is damaged; copy or prepare the corpus again")
+            raise DataRefused(
+                f"{self.idx_path}: its documents span sequences {first} to {last}, but must "
+                f"span 0 to {sequences}: the file is damaged; copy or prepare the corpus again"
+            )
         if self._pointer_list[0] != 0:
-            raise DataRefused(f"{self.idx_path}: the first sequence is at byte {self._pointer_list[0]}, but "
-                              "must be at byte 0: the file is damaged; copy or prepare the corpus again")
+            raise DataRefused(
+                f"{self.idx_path}: the first sequence is at byte {self._pointer_list[0]}, but "
+                "must be at byte 0: the file is damaged; copy or prepare the corpus again"
+            )
         for place in _spaced(sequences - 1, 1, _CHECKED_PLACES) if sequences > 1 else ():
             end, following = self._end_of(place), self._pointer_list[place + 1]
             if end != following:
                 raise DataRefused(
                     f"{self.idx_path}: sequence {place} ends at byte {end}, but sequence {place + 1} starts "
                     f"at byte {following}: sequences must follow each other without a gap; copy or prepare "
-                    "the corpus again")
+                    "the corpus again"
+                )
 
     def _check_stream_size(self, size: int) -> None:
         end = self._end_of(len(self._pointer_list) - 1)
         if size != end:
-            raise DataRefused(f"{self.bin_path} has {size} bytes, but {self.idx_path.name} describes {end}: "
-                              "the two do not belong together or one is cut short; copy or prepare the "
-                              "corpus again")
+            raise DataRefused(
+                f"{self.bin_path} has {size} bytes, but {self.idx_path.name} describes {end}: "
+                "the two do not belong together or one is cut short; copy or prepare the "
+                "corpus again"
+            )
 
     def _end_of(self, sequence: int) -> int:
         return int(self._pointer_list[sequence]) + int(self._lengths[sequence]) * self.dtype.itemsize
@@ -160,50 +168,63 @@ def _mapped(path: Path, prefix: Path) -> Bytes:
         # A plain array over the map: np.memmap's own slicing costs microseconds a call.
         return np.asarray(np.memmap(path, np.uint8, "r"))
     except FileNotFoundError as error:
-        hint = ("; the prefix must not end in .bin or .idx" if prefix.suffix in (".bin", ".idx") else "")
-        raise DataRefused(f"{path} does not exist: a corpus is two files, PREFIX.bin and PREFIX.idx, and the "
-                          f"prefix given is {prefix}{hint}; correct it or prepare the corpus") from error
+        hint = "; the prefix must not end in .bin or .idx" if prefix.suffix in (".bin", ".idx") else ""
+        raise DataRefused(
+            f"{path} does not exist: a corpus is two files, PREFIX.bin and PREFIX.idx, and the "
+            f"prefix given is {prefix}{hint}; correct it or prepare the corpus"
+        ) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise DataRefused(f"{path} cannot be read ({reason}): check that it is a file and that you may read "
-                          "it") from error
+        raise DataRefused(
+            f"{path} cannot be read ({reason}): check that it is a file and that you may read it"
+        ) from error
 
 
 def _header(path: Path, index: Bytes) -> tuple[int, int, int]:
     if index.size < HEADER.size:
-        raise DataRefused(f"{path} has {index.size} bytes, but its header alone needs {HEADER.size}: the "
-                          "file is cut short; copy or prepare the corpus again")
-    magic, version, code, sequences, entries = HEADER.unpack(index[:HEADER.size].tobytes())
+        raise DataRefused(
+            f"{path} has {index.size} bytes, but its header alone needs {HEADER.size}: the "
+            "file is cut short; copy or prepare the corpus again"
+        )
+    magic, version, code, sequences, entries = HEADER.unpack(index[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataRefused(f"{path} starts with {magic!r}, but an index starts with {MAGIC!r}: it is not "
-                          "Megatron's .idx format; prepare the corpus again")
+        raise DataRefused(
+            f"{path} starts with {magic!r}, but an index starts with {MAGIC!r}: it is not "
+            "Megatron's .idx format; prepare the corpus again"
+        )
     if version != VERSION:
-        raise DataRefused(f"{path} is of version {version}, but only version {VERSION} is known: prepare the "
-                          "corpus again")
+        raise DataRefused(
+            f"{path} is of version {version}, but only version {VERSION} is known: prepare the corpus again"
+        )
     if sequences == 0 or entries < 2:
-        raise DataRefused(f"{path} has {sequences} sequences and {max(entries - 1, 0)} documents, but a "
-                          "corpus needs at least one: check the input of its preparation")
+        raise DataRefused(
+            f"{path} has {sequences} sequences and {max(entries - 1, 0)} documents, but a "
+            "corpus needs at least one: check the input of its preparation"
+        )
     return code, sequences, entries
 
 
 def _token_dtype(path: Path, code: int) -> np.dtype[Any]:
     name = DTYPES.get(code)
     if name is None:
-        raise DataRefused(f"{path}: the dtype code is {code}, but must be one of {DTYPES}: the file is "
-                          "damaged; copy or prepare the corpus again")
+        raise DataRefused(
+            f"{path}: the dtype code is {code}, but must be one of {DTYPES}: the file is "
+            "damaged; copy or prepare the corpus again"
+        )
     dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
     if dtype.kind == "f":
-        raise DataRefused(f"{path}: the dtype is {name}, but tokens are whole numbers: prepare the corpus "
-                          "again")
+        raise DataRefused(f"{path}: the dtype is {name}, but tokens are whole numbers: prepare the corpus again")
     return dtype
 
 
 def _check_index_size(path: Path, size: int, sequences: int, entries: int) -> None:
     expected = HEADER.size + 12 * sequences + 8 * entries
     if size != expected:
-        raise DataRefused(f"{path} has {size} bytes, but {sequences} sequences and {entries - 1} documents "
-                          f"need {expected}: the file is cut short or holds multimodal modes, which are not "
-                          "supported; copy or prepare the corpus again")
+        raise DataRefused(
+            f"{path} has {size} bytes, but {sequences} sequences and {entries - 1} documents "
+            f"need {expected}: the file is cut short or holds multimodal modes, which are not "
+            "supported; copy or prepare the corpus again"
+        )
 
 
 def _spaced(size: int, block: int, places: int) -> Iterator[int]:

@@ -25,20 +25,33 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
     `global_batch`.
     """
 
-    def __init__(self, corpus: IndexedCorpus, order: SampleOrder, *, global_batch: int, micro_batch: int,
-                 seq_len: int, document_mask: bool, vocab_size: int, prefetch: int = 2) -> None:
+    def __init__(
+        self,
+        corpus: IndexedCorpus,
+        order: SampleOrder,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        seq_len: int,
+        document_mask: bool,
+        vocab_size: int,
+        prefetch: int = 2,
+    ) -> None:
         _check_sizes(global_batch, micro_batch, prefetch)
         if (order.tokens, order.seq_len) != (corpus.tokens, seq_len):
-            raise ValueError(f"the order is of {order.tokens} tokens in samples of {order.seq_len}, but the "
-                             f"corpus has {corpus.tokens} and samples are of {seq_len}")
+            raise ValueError(
+                f"the order is of {order.tokens} tokens in samples of {order.seq_len}, but the "
+                f"corpus has {corpus.tokens} and samples are of {seq_len}"
+            )
         self._order = order
         self._global_batch, self._micro_batch, self._prefetch = global_batch, micro_batch, prefetch
         self._packer = Packer(corpus, seq_len, document_mask, vocab_size)
         self._ahead: Prefetcher[StepBatch] | None = None
         self._wait_seconds = 0.0
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -63,9 +76,11 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         iterating, for an id outside the vocabulary.
         """
         if (last_sample - first_sample) % self._global_batch:
-            raise DataRefused(f"samples {first_sample} to {last_sample} are not a whole number of steps of "
-                              f"train.global_batch={self._global_batch}: continue with the global batch that "
-                              "the run was started with")
+            raise DataRefused(
+                f"samples {first_sample} to {last_sample} are not a whole number of steps of "
+                f"train.global_batch={self._global_batch}: continue with the global batch that "
+                "the run was started with"
+            )
         self.close()
         firsts = range(first_sample, last_sample, self._global_batch)
         self._ahead = Prefetcher((self._step(first) for first in firsts), self._prefetch)
@@ -83,13 +98,14 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
 
     def _step(self, first: int) -> StepBatch:
         samples = range(first, first + self._global_batch)
-        parts = [samples[at:at + self._micro_batch] for at in range(0, len(samples), self._micro_batch)]
+        parts = [samples[at : at + self._micro_batch] for at in range(0, len(samples), self._micro_batch)]
         micro_batches = [self._packer.pack([self._order.start(n) for n in part], part) for part in parts]
         return step_batch(micro_batches, samples)
 
 
-def validation_batches(corpus: IndexedCorpus, *, seq_len: int, micro_batch: int, samples: int,
-                       document_mask: bool, vocab_size: int) -> Iterator[MicroBatch]:
+def validation_batches(
+    corpus: IndexedCorpus, *, seq_len: int, micro_batch: int, samples: int, document_mask: bool, vocab_size: int
+) -> Iterator[MicroBatch]:
     """The first `samples` chunks of a held-out corpus (all of them, if fewer) in natural order.
 
     Every micro-batch has `micro_batch` rows: the last one is filled up by repeating its last sample without
@@ -107,7 +123,9 @@ def validation_batches(corpus: IndexedCorpus, *, seq_len: int, micro_batch: int,
 
 def _check_sizes(global_batch: int, micro_batch: int, prefetch: int) -> None:
     if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
-        raise DataRefused(f"train.global_batch={global_batch} must be a multiple of "
-                          f"train.micro_batch={micro_batch}, both at least 1: change one of them")
+        raise DataRefused(
+            f"train.global_batch={global_batch} must be a multiple of "
+            f"train.micro_batch={micro_batch}, both at least 1: change one of them"
+        )
     if prefetch < 0:
         raise DataRefused(f"data.prefetch={prefetch} must be at least 0: set 2, or 0 for no thread")

@@ -70,8 +70,10 @@ def read_metadata(prefix: Path) -> CorpusMetadata | None:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataRefused(f"{path} cannot be read as JSON ({error}): restore it, or delete it if the corpus "
-                          "was not made by this repository's preparation") from error
+        raise DataRefused(
+            f"{path} cannot be read as JSON ({error}): restore it, or delete it if the corpus "
+            "was not made by this repository's preparation"
+        ) from error
     return _typed(path, fields)
 
 
@@ -82,7 +84,9 @@ def _typed(path: Path, fields: object) -> CorpusMetadata:
     for field in dataclasses.fields(CorpusMetadata):
         value = fields.get(field.name)
         if not isinstance(value, _KINDS[str(field.type)]) or isinstance(value, bool):
-            raise DataRefused(f"{path}: {field.name} is {value!r}, but must be a {field.type}: restore the "
-                              "file from where the corpus was prepared, or delete it")
+            raise DataRefused(
+                f"{path}: {field.name} is {value!r}, but must be a {field.type}: restore the "
+                "file from where the corpus was prepared, or delete it"
+            )
         values[field.name] = value
     return CorpusMetadata(**values)

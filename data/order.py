@@ -1,8 +1,8 @@
 """Which tokens sample n is made of: arithmetic alone, so that a run resumes anywhere from one number.
 
-    stream of tokens   |--o--|-- chunk 0 --|-- chunk 1 --| ... |-- chunk K-1 --|-+-- left out --|
-                                                                                 (one more target)
-    sample n           epoch n // K, chunk permutation(n % K); o and the permutation change every epoch
+stream of tokens   |--o--|-- chunk 0 --|-- chunk 1 --| ... |-- chunk K-1 --|-+-- left out --|
+                                                                             (one more target)
+sample n           epoch n // K, chunk permutation(n % K); o and the permutation change every epoch
 """
 
 from __future__ import annotations
@@ -100,9 +100,11 @@ class SampleOrder:
 
     def __init__(self, tokens: int, seq_len: int, seed: int, source: str, shuffle: bool = True) -> None:
         if tokens < seq_len + 1:
-            raise DataRefused(f"source {source!r} has {tokens} tokens, but one sample of "
-                              f"train.seq_len={seq_len} needs {seq_len + 1} (the last one as a target): set "
-                              f"train.seq_len to at most {tokens - 1}, or give more data")
+            raise DataRefused(
+                f"source {source!r} has {tokens} tokens, but one sample of "
+                f"train.seq_len={seq_len} needs {seq_len + 1} (the last one as a target): set "
+                f"train.seq_len to at most {tokens - 1}, or give more data"
+            )
         self.tokens, self.seq_len = tokens, seq_len
         self.samples_per_epoch = max(1, (tokens - seq_len) // seq_len)
         self._key = f"{seed} {source}"
@@ -119,9 +121,11 @@ class SampleOrder:
         """A sentence on what an epoch covers."""
         place = "a different place each epoch" if self._shuffle else "the end of the stream"
         share = self.uncovered / self.tokens
-        return (f"an epoch is {self.samples_per_epoch:,} samples of {self.seq_len:,} tokens; "
-                f"{self.uncovered:,} of {self.tokens:,} tokens ({share:.2%}) fill no whole sample and are "
-                f"left out, at {place}")
+        return (
+            f"an epoch is {self.samples_per_epoch:,} samples of {self.seq_len:,} tokens; "
+            f"{self.uncovered:,} of {self.tokens:,} tokens ({share:.2%}) fill no whole sample and are "
+            f"left out, at {place}"
+        )
 
     def start(self, sample: int) -> int:
         """First token of a global sample; it reads [start, start + S + 1)."""

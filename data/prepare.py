@@ -71,8 +71,7 @@ class ReadyData:
     """Identifies the training corpus's content, in hex; another one under the same name has another."""
 
 
-def ready(config: DataConfig, say: Say, model_vocab: int | None = None,
-          root: Path | None = None) -> ReadyData:
+def ready(config: DataConfig, say: Say, model_vocab: int | None = None, root: Path | None = None) -> ReadyData:
     """Finds, opens and checks the data of `config`, and prepares a self-preparing corpus on first use.
 
     Any number of processes may call it at once: one a file system prepares, the others wait. `say` prints a
@@ -80,27 +79,31 @@ def ready(config: DataConfig, say: Say, model_vocab: int | None = None,
     folder that a self-preparing corpus reads; None: its usual one. Raises DataRefused.
     """
     if config.corpus is not None and config.sources:
-        raise DataRefused(f"data.corpus={config.corpus} and data.sources are both set, but a run reads one "
-                          "or the other: remove one")
+        raise DataRefused(
+            f"data.corpus={config.corpus} and data.sources are both set, but a run reads one or the other: remove one"
+        )
     if config.corpus is not None:
         data = _self_prepared(config, config.corpus, say, root)
     else:
         data = _from_source(config, _only(config.sources), model_vocab)
     if model_vocab is not None and data.vocab_size > model_vocab:
-        raise DataRefused(f"the data's vocabulary has {data.vocab_size} entries, but the model only "
-                          f"{model_vocab}: raise the model's vocabulary, or leave it to be taken from the "
-                          "data")
+        raise DataRefused(
+            f"the data's vocabulary has {data.vocab_size} entries, but the model only "
+            f"{model_vocab}: raise the model's vocabulary, or leave it to be taken from the "
+            "data"
+        )
     return data
 
 
 def _only(sources: Sequence[SourceConfig]) -> SourceConfig:
     if not sources:
-        raise DataRefused("there is no data: set data.corpus=stdlib, or data.sources=[{name: NAME, prefix: "
-                          "PATH}]")
+        raise DataRefused("there is no data: set data.corpus=stdlib, or data.sources=[{name: NAME, prefix: PATH}]")
     if len(sources) > 1:
         names = ", ".join(source.name for source in sources)
-        raise DataRefused(f"data.sources has {len(sources)} sources ({names}), but mixtures of several "
-                          "sources are not available in this version: give one")
+        raise DataRefused(
+            f"data.sources has {len(sources)} sources ({names}), but mixtures of several "
+            "sources are not available in this version: give one"
+        )
     return sources[0]
 
 
@@ -109,22 +112,29 @@ def _from_source(config: DataConfig, source: SourceConfig, model_vocab: int | No
     metadata = _metadata(corpus)
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer else None
     if tokenizer and metadata and tokenizer.fingerprint != metadata.tokenizer:
-        raise DataRefused(f"data.tokenizer={config.tokenizer} has SHA-256 {tokenizer.fingerprint[:16]}..., "
-                          f"but {corpus.prefix} was made with {metadata.tokenizer[:16]}...: its ids would "
-                          "mean other text; give the tokenizer that made it")
+        raise DataRefused(
+            f"data.tokenizer={config.tokenizer} has SHA-256 {tokenizer.fingerprint[:16]}..., "
+            f"but {corpus.prefix} was made with {metadata.tokenizer[:16]}...: its ids would "
+            "mean other text; give the tokenizer that made it"
+        )
     known = tokenizer or metadata
     vocab_size = known.vocab_size if known else model_vocab
     if vocab_size is None:
-        raise DataRefused(f"the vocabulary of {corpus.prefix} is unknown (no .json beside it): set "
-                          "data.tokenizer, or the model's vocabulary size")
+        raise DataRefused(
+            f"the vocabulary of {corpus.prefix} is unknown (no .json beside it): set "
+            "data.tokenizer, or the model's vocabulary size"
+        )
     validation = _open_validation(source.validation, metadata)
     for opened in filter(None, (corpus, validation)):
         opened.check_ids(vocab_size)
     return ReadyData(
         source=ReadySource(source.name, corpus.prefix, validation.prefix if validation else None),
-        tokenizer=tokenizer.path if tokenizer else None, vocab_size=vocab_size,
+        tokenizer=tokenizer.path if tokenizer else None,
+        vocab_size=vocab_size,
         unigram_entropy=metadata.unigram_entropy if metadata else _sampled_entropy(corpus),
-        bytes_per_token=metadata.bytes_per_token if metadata else None, fingerprint=corpus.fingerprint())
+        bytes_per_token=metadata.bytes_per_token if metadata else None,
+        fingerprint=corpus.fingerprint(),
+    )
 
 
 def _open_validation(prefix: str | None, train: CorpusMetadata | None) -> IndexedCorpus | None:
@@ -133,8 +143,10 @@ def _open_validation(prefix: str | None, train: CorpusMetadata | None) -> Indexe
     corpus = IndexedCorpus(prefix)
     metadata = _metadata(corpus)
     if train and metadata and train.tokenizer != metadata.tokenizer:
-        raise DataRefused(f"the validation corpus {prefix} was made with another tokenizer than the training "
-                          "corpus: prepare both with one")
+        raise DataRefused(
+            f"the validation corpus {prefix} was made with another tokenizer than the training "
+            "corpus: prepare both with one"
+        )
     return corpus
 
 
@@ -146,8 +158,10 @@ def _metadata(corpus: IndexedCorpus) -> CorpusMetadata | None:
     told = (metadata.tokens, metadata.documents, metadata.dtype)
     found = (corpus.tokens, corpus.documents, corpus.dtype.name)
     if told != found:
-        raise DataRefused(f"{corpus.prefix}.json tells of (tokens, documents, dtype) {told}, but the corpus "
-                          f"has {found}: the .json belongs to other files; copy or prepare the corpus again")
+        raise DataRefused(
+            f"{corpus.prefix}.json tells of (tokens, documents, dtype) {told}, but the corpus "
+            f"has {found}: the .json belongs to other files; copy or prepare the corpus again"
+        )
     return metadata
 
 
@@ -159,11 +173,14 @@ def _sampled_entropy(corpus: IndexedCorpus) -> float:
 def _self_prepared(config: DataConfig, name: str, say: Say, root: Path | None) -> ReadyData:
     collect = _SELF_PREPARING.get(name)
     if collect is None:
-        raise DataRefused(f"data.corpus={name} is unknown: it must be one of {', '.join(_SELF_PREPARING)}, "
-                          "or none with data.sources")
+        raise DataRefused(
+            f"data.corpus={name} is unknown: it must be one of {', '.join(_SELF_PREPARING)}, or none with data.sources"
+        )
     if config.tokenizer is not None:
-        raise DataRefused(f"data.tokenizer={config.tokenizer} is set, but the corpus {name} trains its own: "
-                          "remove it, or set data.sources")
+        raise DataRefused(
+            f"data.tokenizer={config.tokenizer} is set, but the corpus {name} trains its own: "
+            "remove it, or set data.sources"
+        )
     documents = collect(root)
     fingerprint = _fingerprint(name, documents, config)
     folder = Path(config.cache).expanduser() / f"{name}-{fingerprint[:16]}"
@@ -176,7 +193,7 @@ def _self_prepared(config: DataConfig, name: str, say: Say, root: Path | None) -
 
 def _opened(folder: Path, name: str, fingerprint: str, has_validation: bool) -> ReadyData:
     tokenizer = folder / "tokenizer.model"
-    prefixes = [folder / part for part in ("train", "validation")[:1 + has_validation]]
+    prefixes = [folder / part for part in ("train", "validation")[: 1 + has_validation]]
     found = hashlib.sha256(read_model(tokenizer)).hexdigest()
     parts = []
     for prefix in prefixes:
@@ -188,15 +205,18 @@ def _opened(folder: Path, name: str, fingerprint: str, has_validation: bool) -> 
         parts.append(metadata)
     train = parts[0]
     return ReadyData(
-        source=ReadySource(name, prefixes[0], prefixes[1] if has_validation else None), tokenizer=tokenizer,
-        vocab_size=train.vocab_size, unigram_entropy=train.unigram_entropy,
-        bytes_per_token=train.bytes_per_token, fingerprint=fingerprint)
+        source=ReadySource(name, prefixes[0], prefixes[1] if has_validation else None),
+        tokenizer=tokenizer,
+        vocab_size=train.vocab_size,
+        unigram_entropy=train.unigram_entropy,
+        bytes_per_token=train.bytes_per_token,
+        fingerprint=fingerprint,
+    )
 
 
 def _fingerprint(name: str, documents: Sequence[Document], config: DataConfig) -> str:
     """SHA-256, in hex, of everything that the prepared files depend on."""
-    settings = (_PREPARATION, sentencepiece.__version__, name, config.vocab_size, config.held_out,
-                config.shuffle_seed)
+    settings = (_PREPARATION, sentencepiece.__version__, name, config.vocab_size, config.held_out, config.shuffle_seed)
     digest = hashlib.sha256(repr(settings).encode())
     for document in documents:
         digest.update(hashlib.sha256(document.path.encode()).digest())
@@ -212,8 +232,9 @@ def _build(target: Path, documents: Sequence[Document], config: DataConfig, say:
     state = f"training a tokenizer of {config.vocab_size:,} entries on {megabytes:.1f} MB"
     say(state)
     note(state)
-    tokenizer = train_sentencepiece((document.text for document in training), config.vocab_size,
-                                    target / "tokenizer.model")
+    tokenizer = train_sentencepiece(
+        (document.text for document in training), config.vocab_size, target / "tokenizer.model"
+    )
     for part, chosen in (("train", training), ("validation", validation)):
         if chosen:
             shown = tracked(chosen, len(chosen), f"encoding {part} documents", say, note)
@@ -275,5 +296,7 @@ def _disk_errors(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataRefused(f"the data cache {cache} cannot be written ({error.strerror or error}): make room "
-                          "or make it writable, or set data.cache to another folder") from error
+        raise DataRefused(
+            f"the data cache {cache} cannot be written ({error.strerror or error}): make room "
+            "or make it writable, or set data.cache to another folder"
+        ) from error

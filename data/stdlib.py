@@ -12,8 +12,9 @@ from pathlib import Path
 from errors import DataRefused
 
 # Tests and frozen grammars are repetitive; the installed packages are not the library.
-_EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages",
-                               "dist-packages", "__pycache__"})
+_EXCLUDED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+)
 _EXCLUDED_FILES = frozenset({"pydoc_data/topics.py"})
 
 
@@ -35,8 +36,10 @@ def collect(root: Path | None = None) -> list[Document]:
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     documents = [document for path in sorted(_source_files(folder)) if (document := _read(folder, path))]
     if not documents:
-        raise DataRefused(f"{folder} holds no Python source with text, so the standard library cannot be the "
-                          "corpus (a Python without its sources?): use another Python or set data.sources")
+        raise DataRefused(
+            f"{folder} holds no Python source with text, so the standard library cannot be the "
+            "corpus (a Python without its sources?): use another Python or set data.sources"
+        )
     return documents
 
 
@@ -48,8 +51,7 @@ def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document
     document would be left for training.
     """
     if not 0 <= held_out < 1:
-        raise DataRefused(f"data.held_out is {held_out}, but must be at least 0 and below 1: set a share "
-                          "such as 0.02")
+        raise DataRefused(f"data.held_out is {held_out}, but must be at least 0 and below 1: set a share such as 0.02")
     if held_out == 0:
         return list(documents), []
     ranks = [_unit_hash("held out", document.path, document.text) for document in documents]
@@ -57,8 +59,7 @@ def split(documents: Sequence[Document], held_out: float) -> tuple[list[Document
     training = [document for document, rank in zip(documents, ranks, strict=True) if rank > limit]
     validation = [document for document, rank in zip(documents, ranks, strict=True) if rank <= limit]
     if not training:
-        raise DataRefused(f"data.held_out={held_out} leaves none of {len(documents)} documents for training: "
-                          "lower it")
+        raise DataRefused(f"data.held_out={held_out} leaves none of {len(documents)} documents for training: lower it")
     return training, validation
 
 
@@ -84,8 +85,9 @@ def _read(folder: Path, path: str) -> Document | None:
     except UnicodeDecodeError:
         return None
     except OSError as error:
-        raise DataRefused(f"{folder / path} cannot be read ({error.strerror}): make it readable or use "
-                          "another Python") from error
+        raise DataRefused(
+            f"{folder / path} cannot be read ({error.strerror}): make it readable or use another Python"
+        ) from error
     return Document(path, text) if text else None
 
 

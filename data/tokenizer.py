@@ -29,8 +29,10 @@ class Tokenizer:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError) as error:
-            raise DataRefused(f"{self.path} is not a sentencepiece model ({error}): set data.tokenizer to "
-                              "the .model file that made the corpus") from error
+            raise DataRefused(
+                f"{self.path} is not a sentencepiece model ({error}): set data.tokenizer to "
+                "the .model file that made the corpus"
+            ) from error
         self.vocab_size: int = self._processor.vocab_size()
         self._mark_ids = self._exact_mark_ids()
 
@@ -39,8 +41,10 @@ class Tokenizer:
         """Id of the end-of-document token (`</s>`). Raises DataRefused for a model that has none."""
         eod: int = self._processor.eos_id()
         if eod < 0:
-            raise DataRefused(f"{self.path} has no end-of-sequence token, which ends documents: use a model "
-                              "with </s> (sentencepiece: eos_id >= 0)")
+            raise DataRefused(
+                f"{self.path} has no end-of-sequence token, which ends documents: use a model "
+                "with </s> (sentencepiece: eos_id >= 0)"
+            )
         return eod
 
     def encode(self, text: str) -> list[int]:
@@ -72,8 +76,9 @@ def read_model(path: Path) -> bytes:
     try:
         model = path.read_bytes()
     except OSError as error:
-        raise DataRefused(f"the tokenizer {path} cannot be read ({error.strerror}): set data.tokenizer to a "
-                          "sentencepiece .model file") from error
+        raise DataRefused(
+            f"the tokenizer {path} cannot be read ({error.strerror}): set data.tokenizer to a sentencepiece .model file"
+        ) from error
     if not model:
         raise DataRefused(f"the tokenizer {path} is empty: copy or train it again")
     return model
@@ -88,18 +93,33 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out_path: Path) -
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, model_type="bpe", vocab_size=vocab_size,
-            unk_id=0, eos_id=1, bos_id=-1, pad_id=-1, byte_fallback=True, character_coverage=0.9999,
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            pad_id=-1,
+            byte_fallback=True,
+            character_coverage=0.9999,
             # Whitespace has a meaning in code: nothing is normalised or dropped, and indentation is a token.
-            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
             # Pieces such as "self." or "():": 12% fewer tokens on Python than with scripts kept apart.
             split_by_unicode_script=False,
             # One thread, no sampling: deterministic. A text is a whole document.
-            num_threads=1, max_sentence_length=1 << 30, minloglevel=2)
+            num_threads=1,
+            max_sentence_length=1 << 30,
+            minloglevel=2,
+        )
     except (RuntimeError, ValueError) as error:
-        raise DataRefused(f"a tokenizer of {vocab_size} entries cannot be trained on this text ({error}): a "
-                          "vocabulary needs at least 258 entries and one for each frequent character, and "
-                          "enough text for the rest; change data.vocab_size or give more text") from error
+        raise DataRefused(
+            f"a tokenizer of {vocab_size} entries cannot be trained on this text ({error}): a "
+            "vocabulary needs at least 258 entries and one for each frequent character, and "
+            "enough text for the rest; change data.vocab_size or give more text"
+        ) from error
     out_path.write_bytes(model.getvalue())
     return Tokenizer(out_path)

@@ -35,8 +35,9 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = {name: code for code, name in DTYPES.items()}[dtype]
-        self._temporary = {part: with_suffix(self.prefix, f".{part}.{os.getpid()}.tmp")
-                           for part in ("bin", "idx", "lengths")}
+        self._temporary = {
+            part: with_suffix(self.prefix, f".{part}.{os.getpid()}.tmp") for part in ("bin", "idx", "lengths")
+        }
         self._files = ExitStack()
         for path in self._temporary.values():
             self._files.callback(path.unlink, missing_ok=True)
@@ -46,8 +47,9 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
         self.documents = 0
         self.tokens = 0
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._files.close()
 
     def add_document(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
@@ -60,10 +62,12 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
             return
         limits = np.iinfo(self.dtype)
         if tokens.min() < 0 or tokens.max() > limits.max or tokens.size > np.iinfo(np.int32).max:
-            raise DataRefused(f"document {self.documents}: {tokens.size} ids from {tokens.min()} to "
-                              f"{tokens.max()}, but {self.dtype.name} holds ids from 0 to {limits.max} and a "
-                              "document at most 2^31 - 1 of them: write int32 (vocabularies above 65,536), "
-                              "or split the document")
+            raise DataRefused(
+                f"document {self.documents}: {tokens.size} ids from {tokens.min()} to "
+                f"{tokens.max()}, but {self.dtype.name} holds ids from 0 to {limits.max} and a "
+                "document at most 2^31 - 1 of them: write int32 (vocabularies above 65,536), "
+                "or split the document"
+            )
         self._stream.write(tokens.astype(self.dtype).tobytes())
         self._lengths.write(np.array(tokens.size, "<i4").tobytes())
         self._count(tokens)
@@ -81,8 +85,9 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
         _sync_and_close(self._stream)
         for part in ("bin", "idx"):
             self._temporary[part].replace(with_suffix(self.prefix, f".{part}"))
-        metadata = CorpusMetadata(tokenizer, self.dtype.name, self.tokens, self.documents, bytes_of_text,
-                                  entropy(self._counts), vocab_size)
+        metadata = CorpusMetadata(
+            tokenizer, self.dtype.name, self.tokens, self.documents, bytes_of_text, entropy(self._counts), vocab_size
+        )
         write_metadata(self.prefix, metadata)
         return metadata
 
@@ -91,7 +96,7 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
 
     def _count(self, tokens: npt.NDArray[np.int64]) -> None:
         counts = np.bincount(tokens, minlength=self._counts.size)
-        counts[:self._counts.size] += self._counts
+        counts[: self._counts.size] += self._counts
         self._counts = counts
 
     def _write_index(self) -> None:
@@ -105,13 +110,14 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
                 end = int(ends[-1])
             index.writelines(
                 np.arange(first, min(first + _BLOCK, self.documents + 1), dtype="<i8").tobytes()
-                for first in range(0, self.documents + 1, _BLOCK))
+                for first in range(0, self.documents + 1, _BLOCK)
+            )
             _sync_and_close(index)
 
     def _length_blocks(self) -> Iterator[npt.NDArray[np.int32]]:
         self._lengths.flush()
         mapped = np.memmap(self._temporary["lengths"], "<i4", "r")
-        return (mapped[first:first + _BLOCK] for first in range(0, mapped.size, _BLOCK))
+        return (mapped[first : first + _BLOCK] for first in range(0, mapped.size, _BLOCK))
 
 
 def entropy(counts: npt.NDArray[np.int64]) -> float:

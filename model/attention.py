@@ -26,14 +26,13 @@ class AttentionContext:
     sin: Tensor
     """[batch, seq_len, 1, head_dim / 2] rotary sines."""
     masks: tuple[Tensor, ...]
-    """For each block of query rows, 0 or -inf added to the scores of its last keys
-    [batch or 1, 1, rows, 1, keys] (CPU)."""
+    """CPU: for each block of query rows, 0 or -inf added to the scores of its last keys
+    [batch or 1, 1, rows, 1, keys]."""
     first: Tensor | None
-    """[batch, seq_len] index in its sequence of the first token each token sees; None: plain causal (CUDA)."""
-    cu_seqlens: Tensor
-    """[documents + 1] int32 borders of the attention segments in the folded token dimension."""
-    max_seqlen: int
-    """Longest segment, in tokens."""
+    """CUDA: [batch, seq_len] index in its sequence of the first token each token sees; None: plain causal."""
+    cu_seqlens: Tensor | None
+    """CUDA: [documents + 1] int32 borders of the attention segments in the folded token dimension. On a CPU
+    the masks say it all, and a length that varies would have compiled code made anew."""
     window: int | None
     """Latest tokens a token sees, itself included."""
 
@@ -46,8 +45,8 @@ def attention_context(
     *,
     dtype: torch.dtype,
     window: int | None = None,
-    max_seqlen: int | None = None,
     documents: bool = True,
+    whole_masks: bool = False,
 ) -> AttentionContext:
     """Prepare what the layers share.
 
@@ -58,19 +57,20 @@ def attention_context(
         freq: [head_dim / 2] fp64, radians a token.
         dtype: compute dtype.
         window: sliding window in tokens.
-        max_seqlen: longest segment in tokens; None: seq_len.
         documents: whether positions may restart inside a sequence (else the cheaper causal form is used).
+        whole_masks: masks over all keys of a block, which compiled code adds for nothing, while a part of
+            the keys costs it dearly; otherwise plain causal masks cover the diagonal alone.
     """
     batch = len(positions) // seq_len
     cos, sin = (t.view(batch, seq_len, 1, -1) for t in rotation_table(positions, freq, dtype))
-    first = None
-    if documents or window is not None:
-        first = _first_seen(positions.view(batch, seq_len), window)
-    on_cpu = positions.device.type == "cpu"
-    masks = _block_masks(first, seq_len, dtype, window) if on_cpu else ()
-    return AttentionContext(
-        batch, seq_len, cos, sin, masks, first, cu_seqlens, max_seqlen or seq_len, window
-    )
+    masked = documents or window is not None
+    first = _first_seen(positions.view(batch, seq_len), window) if masked else None
+    if positions.device.type != "cpu":
+        return AttentionContext(batch, seq_len, cos, sin, (), first, cu_seqlens, window)
+    if first is None and whole_masks:
+        first = _first_seen(torch.arange(seq_len)[None], None)
+    masks = _block_masks(first, seq_len, dtype, window)
+    return AttentionContext(batch, seq_len, cos, sin, masks, None, None, window)
 
 
 def _first_seen(positions: Tensor, window: int | None) -> Tensor:
@@ -79,9 +79,7 @@ def _first_seen(positions: Tensor, window: int | None) -> Tensor:
     return torch.arange(positions.shape[1], device=positions.device) - back
 
 
-def _block_masks(
-    first: Tensor | None, seq_len: int, dtype: torch.dtype, window: int | None
-) -> tuple[Tensor, ...]:
+def _block_masks(first: Tensor | None, seq_len: int, dtype: torch.dtype, window: int | None) -> tuple[Tensor, ...]:
     """One additive mask a block of rows; without documents only the diagonal's triangle."""
     masks: list[Tensor] = []
     for row in range(0, seq_len, BLOCK):
@@ -134,7 +132,5 @@ class Attention(nn.Module):
         """q [B, S, kv, g, d], k and v [B, S, kv, d] through PyTorch's fused kernels."""
         q = rotate(q, c.cos[..., None, :], c.sin[..., None, :])
         k = rotate(k, c.cos, c.sin)
-        out = fused_attention(
-            q.flatten(2, 3), k, v, cu_seqlens=c.cu_seqlens, max_seqlen=c.max_seqlen, first=c.first, window=c.window
-        )
+        out = fused_attention(q.flatten(2, 3), k, v, cu_seqlens=c.cu_seqlens, first=c.first, window=c.window)
         return out.reshape(c.batch * c.seq_len, -1)

@@ -7,7 +7,7 @@ the rows of one product.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,10 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor, shape: tuple[int, ...]) -
     `shape` is (B, kv, rows, g, keys), in whose last keys the mask broadcasts.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
-    scores.view(shape)[..., -mask.shape[-1] :].add_(mask)
+    masked = scores.view(shape)
+    if mask.shape[-1] < masked.shape[-1]:
+        masked = masked[..., -mask.shape[-1] :]
+    masked.add_(mask)
     return torch.softmax(scores, -1)
 
 
@@ -36,9 +39,7 @@ class _Blocked(torch.autograd.Function):
     """Forward keeps each block's probabilities, or makes them again in backward for long sequences."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, *masks: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, *masks: Tensor) -> Tensor:
         batch, heads, seq_len, group, dim = q.shape
         qf, kf, vf = q.reshape(-1, seq_len * group, dim), k.reshape(-1, seq_len, dim), v.reshape(-1, seq_len, dim)
         out = torch.empty_like(qf)
@@ -46,18 +47,16 @@ class _Blocked(torch.autograd.Function):
         for mask, row in zip(masks, range(0, seq_len, BLOCK), strict=True):
             begin, end = block_keys(row, seq_len, window)
             rows = slice(row * group, end * group)
-            p = _probabilities(
-                qf[:, rows], kf[:, begin:end], mask, (batch, heads, end - row, group, end - begin)
-            )
+            p = _probabilities(qf[:, rows], kf[:, begin:end], mask, (batch, heads, end - row, group, end - begin))
             out[:, rows] = torch.bmm(p, vf[:, begin:end])
             kept += [p] if keep else []
-        ctx.save_for_backward(qf, kf, vf, out, *(kept if keep else masks))
+        ctx.save_for_backward(qf, kf, vf, *(kept if keep else masks))
         ctx.geometry = (q.shape, window, keep)
         return out.view(q.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        qf, kf, vf, out, *saved = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qf, kf, vf, *saved = ctx.saved_tensors
         (batch, heads, seq_len, group, dim), window, kept = ctx.geometry
         gf = grad.reshape(qf.shape)
         dq = torch.empty_like(qf)
@@ -80,9 +79,7 @@ class _Blocked(torch.autograd.Function):
         )  # fmt: skip
 
 
-def blocked_attention(
-    q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...], window: int | None = None
-) -> Tensor:
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, masks: tuple[Tensor, ...], window: int | None = None) -> Tensor:
     """Causal attention by blocks of query rows.
 
     Args:
@@ -103,8 +100,7 @@ def fused_attention(
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
+    cu_seqlens: Tensor | None,
     first: Tensor | None,
     window: int | None,
 ) -> Tensor:
@@ -112,24 +108,24 @@ def fused_attention(
 
     Args:
         q: [B, S, heads, d]; k, v: [B, S, kv, d].
-        cu_seqlens: [D + 1] int32 borders of segments that do not see each other.
-        max_seqlen: longest segment, in tokens.
+        cu_seqlens: [D + 1] int32 borders of segments that do not see each other; needed by the flash kernel.
         first: [B, S] first token each token sees; None: plain causal.
         window: sliding window in tokens.
 
     Returns:
         [B, S, heads, d].
     """
-    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+    if cu_seqlens is not None and q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
         left = -1 if window is None else window - 1
+        longest = q.shape[1]  # a bound, the same for every batch, so that compiled code serves them all
         group = q.shape[2] // k.shape[2]
         folded = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
         out = varlen_attn(
-            *folded, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=(left, 0), enable_gqa=group > 1
+            *folded, cu_seqlens, cu_seqlens, longest, longest, window_size=(left, 0), enable_gqa=group > 1
         )
-        return out.view(q.shape)  # type: ignore[union-attr, no-any-return]
+        return cast(Tensor, out).view(q.shape)
     mask = None if first is None else _visible(first)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),

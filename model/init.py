@@ -45,7 +45,8 @@ def hashed_uniform(key: int, index: Tensor) -> Tensor:
 def hashed_normal(key: int, index: Tensor) -> Tensor:
     """Standard normal numbers cut at three deviations, fp64, by the inverse of the distribution function."""
     low = 0.5 * math.erfc(_CUT / math.sqrt(2.0))
-    return torch.special.ndtri(low + (1.0 - 2.0 * low) * hashed_uniform(key, index))
+    normal: Tensor = torch.special.ndtri(low + (1.0 - 2.0 * low) * hashed_uniform(key, index))
+    return normal
 
 
 def flat_index(local: Sequence[int], whole: Sequence[int], start: Sequence[int], device: torch.device) -> Tensor:

@@ -29,9 +29,7 @@ class LossSettings:
     """Coefficient of logsumexp^2 in the objective."""
 
 
-def chunk_terms(
-    logits: Tensor, labels: Tensor, settings: LossSettings, with_grad: bool
-) -> tuple[Tensor, Tensor]:
+def chunk_terms(logits: Tensor, labels: Tensor, settings: LossSettings, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Losses of one chunk; its logits [C, padded vocabulary] become their own gradient, in place.
 
     Args:
@@ -72,7 +70,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Returns (objective, cross-entropy sum, logsumexp^2 sum); only the objective is differentiable."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, settings: LossSettings, scale: float, terms: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -94,7 +92,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return (losses + settings.z_loss * squares) * scale, losses, squares
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         factor = grad * ctx.scale
         return dx * factor.to(dx.dtype), dw * factor, None, None, None, None

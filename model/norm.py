@@ -15,7 +15,7 @@ class _PiecewiseNorm(torch.autograd.Function):
     """For CPUs, where PyTorch makes the norm of ten passes over memory: rows by pieces, in fp32 or fp64."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         out, factor = torch.empty_like(x), x.new_empty(len(x), 1, dtype=wide)
         for row in range(0, len(x), _ROWS):
@@ -28,7 +28,7 @@ class _PiecewiseNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, factor = ctx.saved_tensors
         w = weight.to(factor.dtype)
         dx, dw = torch.empty_like(x), torch.zeros_like(w)

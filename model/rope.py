@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,16 +49,14 @@ class Rotate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, cos: Tensor, sin: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
         """x [..., head_dim], any strides; cos and sin broadcast against [..., head_dim / 2]."""
         ctx.save_for_backward(cos, sin)
-        ctx.scale = scale  # type: ignore[attr-defined]
+        ctx.scale = scale
         return _turn(x, cos, sin, scale)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Gradient of x."""
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, -sin, ctx.scale), None, None, None

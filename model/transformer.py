@@ -70,6 +70,7 @@ class Decoder(nn.Module):
         self.freq = inverse_wavelengths(head_dim, config.rope_theta, config.rope_scaling)
         self.loss_settings = LossSettings(config.vocab_size or rows, config.loss_chunk, config.z_loss)
         self.loss_terms = chunk_terms
+        self.compiled = False
 
     @property
     def head_weight(self) -> Tensor:
@@ -78,13 +79,13 @@ class Decoder(nn.Module):
 
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor, seq_len: int, *, documents: bool,
-        max_seqlen: int | None = None,
     ) -> Tensor:  # fmt: skip
         """tokens [T], positions [T], cu_seqlens [D + 1] -> [T, hidden] after the final norm."""
         x = self.embedding(tokens)
         context = attention_context(
             positions, cu_seqlens, seq_len, self.freq.to(x.device),
-            dtype=x.dtype, window=self.config.window, max_seqlen=max_seqlen, documents=documents,
+            dtype=x.dtype, window=self.config.window, documents=documents,
+            whole_masks=self.compiled,
         )  # fmt: skip
         for block in self.layers:
             x = block(x, context)
@@ -98,12 +99,10 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, labels: Tensor, positions: Tensor, cu_seqlens: Tensor, seq_len: int, *,
-        documents: bool, scale: float, max_seqlen: int | None = None,
+        documents: bool, scale: float,
     ) -> LossSums:  # fmt: skip
         """Loss of one micro-batch; labels [T] with IGNORE, scale = 1 / valid tokens of the step."""
-        x = self.hidden_states(
-            tokens, positions, cu_seqlens, seq_len, documents=documents, max_seqlen=max_seqlen
-        )
+        x = self.hidden_states(tokens, positions, cu_seqlens, seq_len, documents=documents)
         return LossSums(*chunked_loss(x, self.head_weight, labels, self.loss_settings, scale, self.loss_terms))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +18,9 @@ from parallel.precision import PrecisionConfig
 Say = Callable[[str], None]
 
 _COMPUTE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+# malloc.h: M_MMAP_MAX = -4 (no block comes straight from the system), M_TRIM_THRESHOLD = -1 and M_TOP_PAD = -2
+# (what is freed stays, and the heap grows in large pieces).
+_MALLOPT = {-4: 0, -1: 2**31 - 1, -2: 256 << 20}
 _TRUE_FP32 = 1e-6  # largest relative error of a product that may still be called fp32
 _WORTH = 1.3  # how many times faster another form must be, well beyond the noise of a measurement
 
@@ -63,11 +68,27 @@ def set_up_machine(
     how = Choice(matmul, "as this run began") if matmul else choose_matmul(precision, target)
     torch.set_float32_matmul_precision(how.value)
     dtype = _COMPUTE[precision.name]
+    if target.type == "cpu":
+        memory = keep_memory()
+        say(f"freed memory: {memory.value} ({memory.reason})")
     best, source = find_peak(target, precision.name, dtype, peak)
     say(f"device: {where.value} ({where.reason}); CPU threads: {count.value} ({count.reason})")
     say(f"precision: {precision.name}; fp32 products: {how.value} ({how.reason})")
     say(f"peak for MFU: {best / 1e12:.3f} TFLOP/s ({source})")
     return Machine(target, dtype, torch.promote_types(dtype, torch.float32), how.value, best)
+
+
+def keep_memory() -> Choice:
+    """Have glibc keep freed memory for reuse instead of returning it to the system.
+
+    Otherwise every large tensor of every step is fresh memory, whose pages the kernel hands over and clears
+    one by one: a quarter of a CPU training step. Elsewhere than on Linux with glibc nothing is done.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return Choice("the system's", "only glibc can be told to keep it")
+    libc = ctypes.CDLL(None)
+    done = [libc.mallopt(key, value) for key, value in _MALLOPT.items()]
+    return Choice("kept", "no page faults in the steps") if all(done) else Choice("the system's", "mallopt refused")
 
 
 def find_peak(device: torch.device, precision: str, dtype: torch.dtype, given: float | None) -> tuple[float, str]:
@@ -77,7 +98,9 @@ def find_peak(device: torch.device, precision: str, dtype: torch.dtype, given: f
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         published = published_peak(name, precision)
-        return (published, f"published dense peak of {name}") if published else (measure_peak(dtype, device), "measured")
+        return (
+            (published, f"published dense peak of {name}") if published else (measure_peak(dtype, device), "measured")
+        )
     return measure_peak(dtype, device), "measured by products just now"
 
 

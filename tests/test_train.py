@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train
-from checkpoint.store import newest, read_tensors
+from checkpoint.store import locate, read_tensors
 from model.config import ModelConfig
 from model.transformer import build
 from optim.config import OptimConfig
@@ -106,7 +106,7 @@ def test_two_identical_runs_are_bitwise_equal(tiny):
     for name in ("a", "b"):
         assert train.main([*tiny, f"run.name={name}", "train.threads=2", "train.steps=5"]) == 0
     assert losses(run_of(tiny, "a")) == losses(run_of(tiny, "b"))
-    weights = [read_tensors(newest(run_of(tiny, name) / "checkpoints")) for name in "ab"]
+    weights = [read_tensors(locate(run_of(tiny, name))) for name in "ab"]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
@@ -200,5 +200,6 @@ def test_many_processes_are_refused(tiny, launch):
 def test_a_compiled_run_trains_as_an_eager_one(tiny):
     for name, compiled in (("eager", "false"), ("compiled", "true")):
         assert train.main([*tiny, f"run.name={name}", f"train.compile={compiled}", "train.steps=3"]) == 0
-    eager, compiled = losses(run_of(tiny, "eager")), losses(run_of(tiny, "compiled"))
-    assert all(compiled[s] == pytest.approx(eager[s], rel=1e-5) for s in eager)
+    eager, fused = losses(run_of(tiny, "eager")), losses(run_of(tiny, "compiled"))
+    assert all(fused[s] == pytest.approx(eager[s], rel=1e-5) for s in eager)
+    assert validations(run_of(tiny, "compiled"))[3] == pytest.approx(validations(run_of(tiny, "eager"))[3], rel=1e-5)

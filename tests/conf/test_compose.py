@@ -94,9 +94,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("override", "rule", "fix"), WRONG, ids=[case[0] or "empty" for case in WRONG])
-def test_a_wrong_override_is_answered_with_the_rule_and_a_fix(
-    found: Found, override: str, rule: str, fix: str
-) -> None:
+def test_a_wrong_override_is_answered_with_the_rule_and_a_fix(found: Found, override: str, rule: str, fix: str) -> None:
     (problem,) = found(override)
     assert rule in problem.rule
     assert fix in problem.fix
@@ -114,9 +112,7 @@ def test_all_mistakes_of_a_command_line_are_reported_at_once(refusal: Refusal) -
 
 
 def test_a_refused_value_brings_no_verdict_from_the_rules_that_would_read_it(found: Found) -> None:
-    assert [each.key for each in found("train.micro_batch=x", "train.global_batch=7")] == [
-        "train.micro_batch"
-    ]
+    assert [each.key for each in found("train.micro_batch=x", "train.global_batch=7")] == ["train.micro_batch"]
 
 
 def test_composing_writes_nothing_changes_no_logging_and_stays_in_its_folder(somewhere_empty: Path) -> None:
@@ -159,9 +155,7 @@ def test_a_text_key_keeps_the_characters_that_were_typed() -> None:
 
 
 def test_interpolations_reach_keys_that_only_have_a_default() -> None:
-    assert (
-        compose(["train.micro_batch=${train.global_batch}"]).train.micro_batch == Config().train.global_batch
-    )
+    assert compose(["train.micro_batch=${train.global_batch}"]).train.micro_batch == Config().train.global_batch
 
 
 def test_the_last_choice_of_a_group_counts_removal_included() -> None:
@@ -191,9 +185,7 @@ def test_steps_and_tokens_together_on_one_command_line_are_refused(found: Found)
 def test_a_command_line_replaces_an_experiments_tokens_by_steps(folder: Folder) -> None:
     mine = folder(experiment__long="# @package _global_\ntrain:\n  tokens: 1_000_000\n")
     assert compose(["experiment=long"], str(mine)).train.tokens == 1000000
-    assert (
-        compose(["experiment=long", "train.steps=70"], str(mine)).train == compose(["train.steps=70"]).train
-    )
+    assert compose(["experiment=long", "train.steps=70"], str(mine)).train == compose(["train.steps=70"]).train
 
 
 def test_an_experiment_overrides_config_yaml_and_chooses_groups(folder: Folder) -> None:
@@ -250,9 +242,7 @@ def test_mistakes_of_files_and_overrides_are_reported_together(folder: Folder, r
     assert all(part in text for part in ("bad.yaml", "`lr`", "train.steps=x"))
 
 
-def test_a_folder_that_is_not_there_is_refused_beside_the_other_mistakes(
-    refusal: Refusal, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_not_there_is_refused_beside_the_other_mistakes(refusal: Refusal, tmp_path: Path) -> None:
     text = refusal("lr=3", config_dir=tmp_path / "nowhere")
     assert "does not exist" in text and "`lr`" in text
 
@@ -261,9 +251,7 @@ def test_a_file_that_the_repositorys_own_would_hide_is_refused(folder: Folder, r
     assert "rename the file" in refusal(config_dir=folder(model__nano="hidden: 512\n"))
 
 
-def test_a_file_ending_in_yml_is_refused_because_it_would_not_be_read(
-    folder: Folder, refusal: Refusal
-) -> None:
+def test_a_file_ending_in_yml_is_refused_because_it_would_not_be_read(folder: Folder, refusal: Refusal) -> None:
     mine = folder(model__m="hidden: 512\n")
     (mine / "model" / "m.yaml").rename(mine / "model" / "m.yml")
     assert "rename it to m.yaml" in refusal(config_dir=mine)

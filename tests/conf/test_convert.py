@@ -72,9 +72,7 @@ def test_every_mistake_of_a_tree_is_collected_and_the_rest_kept() -> None:
 
 
 def test_the_converted_tree_holds_no_lists() -> None:
-    config = from_dict(
-        {"metrics": {"wandb_tags": ["a"]}, "data": {"sources": [{"name": "a", "prefix": "p"}]}}
-    )
+    config = from_dict({"metrics": {"wandb_tags": ["a"]}, "data": {"sources": [{"name": "a", "prefix": "p"}]}})
     assert isinstance(config.metrics.wandb_tags, tuple) and isinstance(config.data.sources, tuple)
 
 
@@ -93,8 +91,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
         float: lambda: st.floats(allow_nan=False, allow_infinity=False),
         bool: st.booleans,
         str: lambda: (
-            st.text(st.characters(codec="utf-8"))
-            | st.sampled_from(["1e-4", "1_0", "null", "yes", "${a}", "3"])
+            st.text(st.characters(codec="utf-8")) | st.sampled_from(["1e-4", "1_0", "null", "yes", "${a}", "3"])
         ),
     }
     if inner in simple:
@@ -106,9 +103,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
     elif hasattr(inner, "__args__") and inner.__origin__ is Literal:
         found = st.sampled_from(inner.__args__)
     else:
-        found = st.dictionaries(
-            st.text("abc.:", max_size=4), st.none() | st.booleans() | st.integers() | st.text()
-        )
+        found = st.dictionaries(st.text("abc.:", max_size=4), st.none() | st.booleans() | st.integers() | st.text())
     return st.none() | found if nullable else found
 
 
@@ -121,9 +116,7 @@ def test_every_config_survives_the_way_through_yaml_and_back(config: Config) -> 
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda below: (
-        st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), below, max_size=3)
-    ),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), below, max_size=3),
     max_leaves=5,
 )
 

@@ -109,9 +109,7 @@ def test_all_wrong_flags_are_reported_at_once(capsys: pytest.CaptureFixture[str]
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_a_refusal_becomes_its_exit_code(
-    raised: BaseException, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_becomes_its_exit_code(raised: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     def run(config: Config, overrides: list[str]) -> int:
         raise raised
 

@@ -34,9 +34,7 @@ def test_every_field_of_the_schema_has_a_doc() -> None:
 def test_every_group_choice_flag_and_section_is_named() -> None:
     lines = TEXT.splitlines()
     for group, choices in read_groups().choices.items():
-        assert any(
-            line.startswith(f"  {group}=") and all(choice in line for choice in choices) for line in lines
-        )
+        assert any(line.startswith(f"  {group}=") and all(choice in line for choice in choices) for line in lines)
     assert all(name in TEXT for flag in FLAGS for name in flag.names)
     assert all(f" {section}: " in TEXT for section in sections())
 
@@ -62,9 +60,7 @@ def test_the_documented_examples_compose(monkeypatch: pytest.MonkeyPatch) -> Non
     from conf.flags import parse
     from conf.multirun import plan
 
-    commands = [
-        line.strip() for line in TEXT.split("Examples")[1].splitlines() if line.startswith("  python")
-    ]
+    commands = [line.strip() for line in TEXT.split("Examples")[1].splitlines() if line.startswith("  python")]
     assert len(commands) == 5
     for command in commands:
         invocation = parse(shlex.split(command)[2:])

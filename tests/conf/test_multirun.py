@@ -120,9 +120,7 @@ def test_a_job_that_was_asked_to_stop_ends_the_sweep(program: str, capfd: pytest
     assert "not started" in capfd.readouterr().out
 
 
-def test_nothing_starts_when_one_combination_is_wrong(
-    program: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_starts_when_one_combination_is_wrong(program: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(lambda config, overrides: 0, ["-m", "model.layers=2,0"], program) == 2
     printed = capfd.readouterr()
     assert "job" not in printed.out and "model.layers=0" in printed.err

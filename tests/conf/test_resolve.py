@@ -109,9 +109,7 @@ def test_yaml_text_that_hydra_would_read_as_a_number_is_quoted() -> None:
 
 
 def test_the_yaml_is_an_experiment_that_composes_to_the_same_config(tmp_path: Path) -> None:
-    config = compose(
-        ["model=8b", "optim.lr=1e-5", "train.tokens=500000", "run.name=007", "metrics.wandb_tags=[x]"]
-    )
+    config = compose(["model=8b", "optim.lr=1e-5", "train.tokens=500000", "run.name=007", "metrics.wandb_tags=[x]"])
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "again.yaml").write_text("# @package _global_\n" + to_yaml(config))
     assert compose(["experiment=again"], str(tmp_path)) == config
@@ -119,18 +117,14 @@ def test_the_yaml_is_an_experiment_that_composes_to_the_same_config(tmp_path: Pa
 
 def test_changes_tells_what_may_change_from_what_may_not() -> None:
     old = yaml.safe_load(to_yaml(compose([])))
-    free, refused = changes(
-        old, compose(["train.micro_batch=8", "optim.lr=1", "+extra.a=1", "model.rope_scaling={}"])
-    )
+    free, refused = changes(old, compose(["train.micro_batch=8", "optim.lr=1", "+extra.a=1", "model.rope_scaling={}"]))
     assert {each.key for each in free} == {"train.micro_batch", "extra.a"}
     assert {each.key for each in refused} == {"optim.lr", "model.rope_scaling"}
     assert str(next(each for each in refused if each.key == "optim.lr")) == "optim.lr: 0.001 -> 1.0"
 
 
 def test_the_same_config_has_no_changes() -> None:
-    config = compose(
-        ["model=8b", "metrics.wandb_tags=[a]", "data=indexed", "data.sources=[{name: a, prefix: p}]"]
-    )
+    config = compose(["model=8b", "metrics.wandb_tags=[a]", "data=indexed", "data.sources=[{name: a, prefix: p}]"])
     assert changes(yaml.safe_load(to_yaml(config)), config) == ([], [])
 
 

@@ -80,9 +80,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "rule", "fix"), BROKEN, ids=[" ".join(case[0]) for case in BROKEN]
-)
+@pytest.mark.parametrize(("overrides", "key", "rule", "fix"), BROKEN, ids=[" ".join(case[0]) for case in BROKEN])
 def test_a_broken_rule_is_answered_with_the_key_the_rule_and_a_fix(
     found: Found, overrides: list[str], key: str, rule: str, fix: str
 ) -> None:
@@ -150,9 +148,7 @@ def test_cuda_is_refused_exactly_where_torch_has_none() -> None:
     assert refused == ([] if torch.cuda.is_available() else ["train.device"])
 
 
-def test_a_wandb_login_is_found_in_the_environment_or_in_netrc(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wandb_login_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not has_wandb_login()
     place = tmp_path / "netrc"
     place.write_text("machine elsewhere.example login user password x\n")

@@ -37,7 +37,9 @@ def fake_library(tmp_path: Path) -> Iterator[Path]:
     for number in range(20):
         path = root / f"package{number % 3}" / f"module{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(
-            f"def function_{number}_{line}(value):\n\treturn value * {line} + {number}\n"
-            for line in range(30)))
+        path.write_text(
+            "\n".join(
+                f"def function_{number}_{line}(value):\n\treturn value * {line} + {number}\n" for line in range(30)
+            )
+        )
     yield root

@@ -43,8 +43,9 @@ def write_index(path: Path, lengths: np.ndarray, documents: np.ndarray, itemsize
 
 @settings(deadline=None)
 @given(documents_of_ids, st.sampled_from(["uint16", "int16", "int32", "int64"]))
-def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]],
-                                      dtype: str) -> None:
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: str
+) -> None:
     corpus = IndexedCorpus(write(tmp_path_factory.mktemp("corpus") / "a.b", documents, dtype))
     assert corpus.read(0, corpus.tokens).tolist() == [token for document in documents for token in document]
     assert (corpus.tokens, corpus.documents) == (sum(map(len, documents)), len(documents))
@@ -53,8 +54,9 @@ def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, 
 
 @settings(deadline=None)
 @given(documents_of_ids)
-def test_borders_are_the_document_starts_strictly_inside(tmp_path_factory: pytest.TempPathFactory,
-                                                         documents: list[list[int]]) -> None:
+def test_borders_are_the_document_starts_strictly_inside(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]
+) -> None:
     corpus = IndexedCorpus(write(tmp_path_factory.mktemp("corpus") / "a", documents))
     starts = np.cumsum([0, *map(len, documents)]).tolist()[:-1]
     for start in range(corpus.tokens):
@@ -76,8 +78,12 @@ def test_the_files_are_megatrons_format_byte_for_byte(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2, 3], [4]])
     assert (tmp_path / "a.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 4)
     assert (tmp_path / "a.idx").read_bytes() == (
-        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3) + struct.pack("<2i", 3, 1)
-        + struct.pack("<2q", 0, 6) + struct.pack("<3q", 0, 1, 2))
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 8, 2, 3)
+        + struct.pack("<2i", 3, 1)
+        + struct.pack("<2q", 0, 6)
+        + struct.pack("<3q", 0, 1, 2)
+    )
 
 
 def patch(path: Path, at: int, kind: str, value: int) -> None:
@@ -147,8 +153,9 @@ def test_a_negative_id_is_refused(tmp_path: Path) -> None:
         IndexedCorpus(prefix).check_ids(600)
 
 
-def test_the_id_check_reads_a_few_thousand_tokens_of_a_large_corpus(make_corpus: Callable[..., IndexedCorpus],
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_id_check_reads_a_few_thousand_tokens_of_a_large_corpus(
+    make_corpus: Callable[..., IndexedCorpus], monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus = make_corpus([[1] * 200_000])
     seen: list[int] = []
     monkeypatch.setattr(corpus, "check_range", lambda start, tokens, _: seen.extend(range(start, start + 64)))
@@ -198,8 +205,9 @@ def test_a_fingerprint_tells_changed_tokens_and_changed_borders(tmp_path: Path) 
 
 @settings(deadline=None, max_examples=20)
 @given(documents_of_ids)
-def test_an_index_written_in_several_blocks_is_the_same(tmp_path_factory: pytest.TempPathFactory,
-                                                        documents: list[list[int]]) -> None:
+def test_an_index_written_in_several_blocks_is_the_same(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]
+) -> None:
     folder = tmp_path_factory.mktemp("corpus")
     write(folder / "whole", documents)
     with pytest.MonkeyPatch.context() as patched:
@@ -244,8 +252,10 @@ def test_a_corpus_without_documents_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", [-1, 65_536])
 def test_an_id_that_the_type_on_disk_cannot_hold_is_refused(tmp_path: Path, token: int) -> None:
-    with CorpusWriter(tmp_path / "web", "uint16") as writer, \
-            pytest.raises(DataRefused, match="holds ids from 0 to 65535"):
+    with (
+        CorpusWriter(tmp_path / "web", "uint16") as writer,
+        pytest.raises(DataRefused, match="holds ids from 0 to 65535"),
+    ):
         writer.add_document([1, token])
 
 

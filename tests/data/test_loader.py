@@ -32,8 +32,7 @@ def loader(corpus: IndexedCorpus, seq_len: int = 8, seed: int = 0, **options: An
     return TrainLoader(corpus, order, seq_len=seq_len, **{**usual, **options})
 
 
-def plain(documents: Sequence[Sequence[int]], starts: Sequence[int], seq_len: int,
-          mask: bool) -> dict[str, list[int]]:
+def plain(documents: Sequence[Sequence[int]], starts: Sequence[int], seq_len: int, mask: bool) -> dict[str, list[int]]:
     """Tokens, labels, positions and cu_seqlens, token by token."""
     stream = [(number, token) for number, document in enumerate(documents) for token in document]
     tokens: list[int] = []
@@ -62,13 +61,14 @@ def data_threads() -> list[threading.Thread]:
 
 @settings(deadline=None, max_examples=60)
 @given(documents_of_ids, st.integers(1, 12), st.booleans(), st.integers(0, 100))
-def test_a_step_is_what_a_plain_reading_gives(make_corpus: MakeCorpus, documents: list[list[int]],
-                                              seq_len: int, mask: bool, first: int) -> None:
+def test_a_step_is_what_a_plain_reading_gives(
+    make_corpus: MakeCorpus, documents: list[list[int]], seq_len: int, mask: bool, first: int
+) -> None:
     seq_len = min(seq_len, sum(map(len, documents)) - 1)
     corpus = make_corpus(documents)
     order = SampleOrder(corpus.tokens, seq_len, 0, "web")
     with loader(corpus, seq_len, document_mask=mask, prefetch=0) as train:
-        step, = train.steps(first, first + 4)
+        (step,) = train.steps(first, first + 4)
     lengths = []
     halves = (range(first, first + 2), range(first + 2, first + 4))
     for batch, samples in zip(step.micro_batches, halves, strict=True):
@@ -108,8 +108,7 @@ def test_the_micro_batch_size_changes_nothing_but_the_cut(make_corpus: MakeCorpu
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 29), st.integers(0, 2**31), st.integers(0, 3))
-def test_resuming_anywhere_gives_the_same_tail(make_corpus: MakeCorpus, done: int, seed: int,
-                                               prefetch: int) -> None:
+def test_resuming_anywhere_gives_the_same_tail(make_corpus: MakeCorpus, done: int, seed: int, prefetch: int) -> None:
     corpus = make_corpus(DOCUMENTS)
     with loader(corpus, seed=seed) as whole, loader(corpus, seed=seed, prefetch=prefetch) as resumed:
         expected = list(whole.steps(0, 120))[done:]
@@ -120,8 +119,9 @@ def test_resuming_anywhere_gives_the_same_tail(make_corpus: MakeCorpus, done: in
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 2**31), st.integers(0, 5))
-def test_an_epoch_predicts_every_token_once_except_what_is_left_out(make_corpus: MakeCorpus, seed: int,
-                                                                    epoch: int) -> None:
+def test_an_epoch_predicts_every_token_once_except_what_is_left_out(
+    make_corpus: MakeCorpus, seed: int, epoch: int
+) -> None:
     corpus = make_corpus([list(range(VOCAB))])  # a token is its own position
     order = SampleOrder(corpus.tokens, 8, seed, "web")
     count = order.samples_per_epoch
@@ -133,7 +133,7 @@ def test_an_epoch_predicts_every_token_once_except_what_is_left_out(make_corpus:
 def test_a_border_is_known_by_position_not_by_a_tokens_value(make_corpus: MakeCorpus) -> None:
     eod = 1
     corpus = make_corpus([[5, eod, 6, 7], [8, 9, 2, 3], [4, 4]])  # an eod inside a document, none at its end
-    batch, = validation(corpus, micro_batch=1, samples=1)
+    (batch,) = validation(corpus, micro_batch=1, samples=1)
     assert batch.labels.tolist() == [eod, 6, 7, IGNORE, 9, 2, 3, IGNORE]
     assert batch.cu_seqlens.tolist() == [0, 4, 8]
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
@@ -141,19 +141,20 @@ def test_a_border_is_known_by_position_not_by_a_tokens_value(make_corpus: MakeCo
 
 def test_without_the_document_mask_documents_flow_into_each_other(make_corpus: MakeCorpus) -> None:
     corpus = make_corpus([[5, 6, 7], [8, 9, 2], [3, 4, 4, 4, 4, 4, 4]])
-    batch, = validation(corpus, micro_batch=2, samples=2, seq_len=4, document_mask=False)
+    (batch,) = validation(corpus, micro_batch=2, samples=2, seq_len=4, document_mask=False)
     assert batch.labels.tolist() == [6, 7, 8, 9, 2, 3, 4, 4]
     assert batch.cu_seqlens.tolist() == [0, 4, 8]
     assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_id_outside_the_vocabulary_is_refused_with_its_position(make_corpus: MakeCorpus,
-                                                                   prefetch: int) -> None:
+def test_an_id_outside_the_vocabulary_is_refused_with_its_position(make_corpus: MakeCorpus, prefetch: int) -> None:
     ids = [3] * 400
     ids[222] = VOCAB
-    with loader(make_corpus([ids]), prefetch=prefetch) as train, \
-            pytest.raises(DataRefused, match=f"position 222 is {VOCAB}.*0 to {VOCAB - 1}"):
+    with (
+        loader(make_corpus([ids]), prefetch=prefetch) as train,
+        pytest.raises(DataRefused, match=f"position 222 is {VOCAB}.*0 to {VOCAB - 1}"),
+    ):
         list(train.steps(0, 48))
 
 
@@ -163,7 +164,8 @@ def test_an_id_that_is_only_a_target_is_checked_too(make_corpus: MakeCorpus) -> 
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_to_the_consumer_as_it_is(
-        make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class OddError(Exception):
         pass
 
@@ -225,8 +227,15 @@ def test_sizes_that_do_not_fit_are_refused(make_corpus: MakeCorpus, options: dic
 def test_an_order_of_another_length_is_refused(make_corpus: MakeCorpus) -> None:
     order = SampleOrder(1000, 8, 0, "web")
     with pytest.raises(ValueError, match="order is of 1000 tokens"):
-        TrainLoader(make_corpus(DOCUMENTS), order, global_batch=4, micro_batch=2, seq_len=8,
-                    document_mask=True, vocab_size=VOCAB)
+        TrainLoader(
+            make_corpus(DOCUMENTS),
+            order,
+            global_batch=4,
+            micro_batch=2,
+            seq_len=8,
+            document_mask=True,
+            vocab_size=VOCAB,
+        )
 
 
 def test_a_broken_step_is_refused(make_corpus: MakeCorpus) -> None:
@@ -234,15 +243,25 @@ def test_a_broken_step_is_refused(make_corpus: MakeCorpus) -> None:
         loader(make_corpus(DOCUMENTS)).steps(0, 6)
 
 
-def validation(corpus: IndexedCorpus, micro_batch: int, samples: int, seq_len: int = 8,
-               document_mask: bool = True) -> list[MicroBatch]:
-    return list(validation_batches(corpus, seq_len=seq_len, micro_batch=micro_batch, samples=samples,
-                                   document_mask=document_mask, vocab_size=VOCAB))
+def validation(
+    corpus: IndexedCorpus, micro_batch: int, samples: int, seq_len: int = 8, document_mask: bool = True
+) -> list[MicroBatch]:
+    return list(
+        validation_batches(
+            corpus,
+            seq_len=seq_len,
+            micro_batch=micro_batch,
+            samples=samples,
+            document_mask=document_mask,
+            vocab_size=VOCAB,
+        )
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 7, 16])
-def test_validation_predicts_the_same_tokens_whatever_the_micro_batch(make_corpus: MakeCorpus,
-                                                                      micro_batch: int) -> None:
+def test_validation_predicts_the_same_tokens_whatever_the_micro_batch(
+    make_corpus: MakeCorpus, micro_batch: int
+) -> None:
     corpus = make_corpus(DOCUMENTS)
     expected = plain(DOCUMENTS, [8 * sample for sample in range(10)], 8, mask=True)["labels"]
     batches = validation(corpus, micro_batch, samples=10)

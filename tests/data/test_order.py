@@ -27,8 +27,7 @@ def test_permutation_is_a_bijection(size: int, key: int) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 2**40), keys, st.data())
-def test_one_index_and_an_array_of_them_go_to_the_same_places(size: int, key: int,
-                                                              data: st.DataObject) -> None:
+def test_one_index_and_an_array_of_them_go_to_the_same_places(size: int, key: int, data: st.DataObject) -> None:
     indices = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20))
     permutation = Permutation(size, key)
     mapped = permutation.map(np.array(indices, np.int64))
@@ -88,13 +87,15 @@ def test_an_index_outside_is_refused() -> None:
 
 
 streams = st.integers(1, 40).flatmap(  # (tokens, seq_len), at least one sample long
-    lambda seq_len: st.tuples(st.integers(seq_len + 1, 1500), st.just(seq_len)))
+    lambda seq_len: st.tuples(st.integers(seq_len + 1, 1500), st.just(seq_len))
+)
 
 
 @settings(deadline=None)
 @given(streams, st.integers(0, 2**31), st.integers(0, 3))
 def test_every_epoch_reads_every_chunk_once_and_leaves_out_what_it_says(
-        stream: tuple[int, int], seed: int, epoch: int) -> None:
+    stream: tuple[int, int], seed: int, epoch: int
+) -> None:
     tokens, seq_len = stream
     order = SampleOrder(tokens, seq_len, seed, "web")
     count = order.samples_per_epoch
@@ -152,4 +153,5 @@ def test_a_stream_shorter_than_one_sample_is_refused_with_the_largest_length_tha
 
 def test_the_report_tells_samples_and_what_is_left_out() -> None:
     assert SampleOrder(1000, 64, 0, "web").report.startswith(
-        "an epoch is 14 samples of 64 tokens; 103 of 1,000 tokens (10.30%) fill no whole sample")
+        "an epoch is 14 samples of 64 tokens; 103 of 1,000 tokens (10.30%) fill no whole sample"
+    )

@@ -43,9 +43,11 @@ def prepare(cache: Path, library: Path, **changes: Any) -> ReadyData:
 
 def in_process(cache: Path, library: Path, before: str = "") -> subprocess.Popen[str]:
     """The same preparation in a process of its own; `before` runs in it first."""
-    code = (f"from pathlib import Path\nfrom data.config import DataConfig\nimport data.prepare\n{before}\n"
-            f"data.prepare.ready(DataConfig(corpus='stdlib', cache={str(cache)!r}, vocab_size=320, "
-            f"held_out=0.2), print, root=Path({str(library)!r}))")
+    code = (
+        f"from pathlib import Path\nfrom data.config import DataConfig\nimport data.prepare\n{before}\n"
+        f"data.prepare.ready(DataConfig(corpus='stdlib', cache={str(cache)!r}, vocab_size=320, "
+        f"held_out=0.2), print, root=Path({str(library)!r}))"
+    )
     return subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
 
 
@@ -53,8 +55,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_prepared_corpus_holds_every_document_once_split_and_shuffled(tmp_path: Path,
-                                                                          fake_library: Path) -> None:
+def test_the_prepared_corpus_holds_every_document_once_split_and_shuffled(tmp_path: Path, fake_library: Path) -> None:
     data = prepare(tmp_path / "cache", fake_library)
     assert data.tokenizer is not None and data.source.validation is not None
     tokenizer = Tokenizer(data.tokenizer)
@@ -95,15 +96,15 @@ def test_a_second_call_finds_what_is_there(tmp_path: Path, fake_library: Path) -
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 330}, {"held_out": 0.3}, {"shuffle_seed": 1}])
-def test_a_setting_that_matters_changes_the_fingerprint(tmp_path: Path, fake_library: Path,
-                                                        change: dict[str, Any]) -> None:
+def test_a_setting_that_matters_changes_the_fingerprint(
+    tmp_path: Path, fake_library: Path, change: dict[str, Any]
+) -> None:
     changed = prepare(tmp_path, fake_library, **change)
     assert changed.fingerprint != prepare(tmp_path, fake_library).fingerprint
 
 
 @pytest.mark.parametrize("change", [{"prefetch": 5}, {"document_mask": False}, {"name": "other"}])
-def test_a_setting_that_does_not_matter_keeps_it(tmp_path: Path, fake_library: Path,
-                                                 change: dict[str, Any]) -> None:
+def test_a_setting_that_does_not_matter_keeps_it(tmp_path: Path, fake_library: Path, change: dict[str, Any]) -> None:
     changed = prepare(tmp_path, fake_library, **change)
     assert changed.fingerprint == prepare(tmp_path, fake_library).fingerprint
 
@@ -119,8 +120,10 @@ def test_without_held_out_documents_there_is_no_validation(tmp_path: Path, fake_
 
 
 def test_of_processes_at_once_one_prepares_and_the_others_wait(tmp_path: Path, fake_library: Path) -> None:
-    slow = ("import time; train = data.prepare.train_sentencepiece\n"
-            "data.prepare.train_sentencepiece = lambda *given: (time.sleep(0.5), train(*given))[1]")
+    slow = (
+        "import time; train = data.prepare.train_sentencepiece\n"
+        "data.prepare.train_sentencepiece = lambda *given: (time.sleep(0.5), train(*given))[1]"
+    )
     processes = [in_process(tmp_path / "cache", fake_library, slow) for _ in range(3)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
@@ -129,8 +132,7 @@ def test_of_processes_at_once_one_prepares_and_the_others_wait(tmp_path: Path, f
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
 
 
-def test_a_killed_process_leaves_nothing_that_is_trusted_or_in_the_way(tmp_path: Path,
-                                                                       fake_library: Path) -> None:
+def test_a_killed_process_leaves_nothing_that_is_trusted_or_in_the_way(tmp_path: Path, fake_library: Path) -> None:
     cache = tmp_path / "cache"
     stuck = "import time\ndata.prepare._encode = lambda *given: time.sleep(600)"
     holder = in_process(cache, fake_library, stuck)
@@ -150,8 +152,9 @@ def test_a_killed_process_leaves_nothing_that_is_trusted_or_in_the_way(tmp_path:
     prepare(cache, fake_library)
 
 
-def test_a_full_disk_is_refused_and_leaves_nothing_behind(tmp_path: Path, fake_library: Path,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_refused_and_leaves_nothing_behind(
+    tmp_path: Path, fake_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -166,7 +169,8 @@ def no_locks(descriptor: int, operation: int) -> None:
 
 
 def test_where_the_file_system_has_no_locks_the_process_prepares_and_says_so(
-        tmp_path: Path, fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, fake_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fcntl, "flock", no_locks)
     lines: list[str] = []
     data = ready(config(tmp_path), lines.append, root=fake_library)
@@ -175,7 +179,8 @@ def test_where_the_file_system_has_no_locks_the_process_prepares_and_says_so(
 
 
 def test_without_locks_a_process_that_was_overtaken_uses_the_others_work(
-        tmp_path: Path, fake_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, fake_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     finished: list[Path] = []
 
     def overtaken(*given: Any) -> Tokenizer:
@@ -196,8 +201,9 @@ def test_a_cache_that_cannot_be_made_is_refused(tmp_path: Path, fake_library: Pa
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.json", "validation.idx", "tokenizer.model"])
-def test_a_prepared_folder_that_lost_a_file_is_refused_with_the_way_out(tmp_path: Path, fake_library: Path,
-                                                                        name: str) -> None:
+def test_a_prepared_folder_that_lost_a_file_is_refused_with_the_way_out(
+    tmp_path: Path, fake_library: Path, name: str
+) -> None:
     folder = prepare(tmp_path, fake_library).source.train.parent
     (folder / name).unlink()
     with pytest.raises(DataRefused, match=f"{name}.*delete {folder} and start again"):

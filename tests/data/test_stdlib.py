@@ -11,13 +11,24 @@ from hypothesis import strategies as st
 from data.stdlib import Document, collect, shuffled, split
 from errors import DataRefused
 
-LEFT_OUT = ["test/a.py", "pkg/tests/a.py", "idlelib/a.py", "lib2to3/a.py", "site-packages/pkg/a.py",
-            "dist-packages/a.py", "pkg/__pycache__/a.py", "_sysconfigdata__linux.py", "pydoc_data/topics.py",
-            "pkg/idle_test/a.py", "pkg/notes.txt"]
+LEFT_OUT = [
+    "test/a.py",
+    "pkg/tests/a.py",
+    "idlelib/a.py",
+    "lib2to3/a.py",
+    "site-packages/pkg/a.py",
+    "dist-packages/a.py",
+    "pkg/__pycache__/a.py",
+    "_sysconfigdata__linux.py",
+    "pydoc_data/topics.py",
+    "pkg/idle_test/a.py",
+    "pkg/notes.txt",
+]
 KEPT = ["a.py", "pkg/a.py", "pkg/topics.py", "testing.py"]
 
 documents = st.lists(st.text("abcxyz/", min_size=1), min_size=2, max_size=30, unique=True).map(
-    lambda paths: [Document(path, f"text of {path}") for path in paths])
+    lambda paths: [Document(path, f"text of {path}") for path in paths]
+)
 
 
 def fill(root: Path, paths: list[str]) -> None:
@@ -54,8 +65,7 @@ def test_this_interpreters_library_is_found() -> None:
 
 
 @given(documents, st.floats(0, 0.6))
-def test_a_split_keeps_every_document_once_and_in_order(all_documents: list[Document],
-                                                        held_out: float) -> None:
+def test_a_split_keeps_every_document_once_and_in_order(all_documents: list[Document], held_out: float) -> None:
     try:
         training, validation = split(all_documents, held_out)
     except DataRefused:
@@ -91,8 +101,7 @@ def test_a_split_that_leaves_nothing_for_training_is_refused() -> None:
 
 
 @given(documents, st.integers(0, 10))
-def test_shuffling_keeps_every_document_and_forgets_the_order_before(all_documents: list[Document],
-                                                                     seed: int) -> None:
+def test_shuffling_keeps_every_document_and_forgets_the_order_before(all_documents: list[Document], seed: int) -> None:
     order = shuffled(all_documents, seed)
     assert sorted(order, key=all_documents.index) == all_documents
     assert shuffled(all_documents[::-1], seed) == order

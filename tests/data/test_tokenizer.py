@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from data.tokenizer import Tokenizer, train_sentencepiece
 from errors import DataRefused
 
-TEXTS = [f"class Name{n}:\n    def method(self, value={n}):\n\tif value:\n"
-         f"            return self.other('é', value)\n\n" for n in range(200)]
+TEXTS = [
+    f"class Name{n}:\n    def method(self, value={n}):\n\tif value:\n            return self.other('é', value)\n\n"
+    for n in range(200)
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +23,25 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 characters = st.characters(exclude_categories=["Cs"])
-awkward = st.sampled_from(["    ", "\t", "\r\n", "\n\n", "  ", "\u2581", "</s>", "<unk>", "<0x0A>", "\0",
-                           "self.", "\ufeff", "e\u0301", "\U0001f525", "\u2028"])
+awkward = st.sampled_from(
+    [
+        "    ",
+        "\t",
+        "\r\n",
+        "\n\n",
+        "  ",
+        "\u2581",
+        "</s>",
+        "<unk>",
+        "<0x0A>",
+        "\0",
+        "self.",
+        "\ufeff",
+        "e\u0301",
+        "\U0001f525",
+        "\u2028",
+    ]
+)
 code_text = st.lists(st.text(characters) | awkward).map("".join)
 
 

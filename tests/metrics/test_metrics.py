@@ -48,13 +48,14 @@ def test_every_line_parses_after_a_kill_amid_a_line(tmp_path):
 
 
 def test_what_was_said_before_the_folder_existed_is_in_the_log(tmp_path):
-    console = Console(io.StringIO())
+    stream = io.StringIO()
+    console = Console(stream)
     console.say("early")
     console.open_log(tmp_path / "log.txt")
     console.say("late")
     console.close()
     assert [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["early", "late"]
-    assert console.stream.getvalue() == "early\nlate\n"
+    assert stream.getvalue() == "early\nlate\n"
 
 
 def test_the_environment_holds_versions_and_no_variables(monkeypatch):
@@ -93,7 +94,9 @@ def test_mfu_is_needed_flops_over_peak_and_hfu_counts_recomputation():
     assert (speed.tokens_per_s, speed.mfu, speed.hfu) == (500.0, 0.375, 0.5)
 
 
-@pytest.mark.parametrize("seconds, text", [(0, "0s"), (59.4, "59s"), (725, "12m05s"), (11220, "3h07m"), (187200, "2d04h")])
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0s"), (59.4, "59s"), (725, "12m05s"), (11220, "3h07m"), (187200, "2d04h")]
+)
 def test_durations_read_well(seconds, text):
     assert format_duration(seconds) == text
 
