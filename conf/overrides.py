@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from conf.groups import Groups
@@ -135,7 +135,7 @@ class _Checker:
         if not is_note:
             problem = self._unset(key, written, value)
             if problem is not None:
-                return problem
+                return replace(problem, key=f"+{problem.key}") if override.is_add() else problem
             if override.is_add():
                 return Problem(text, None, "+ adds new keys, and only extra takes those", f"write {key}={written}")
         elif key == _NOTES and not isinstance(value, Mapping):

@@ -1,0 +1,164 @@
+"""The contenders of benchmarks.step: each is a process of its own that makes one step whenever it is told to.
+
+python -m benchmarks.step_workers NAME PRECISION THREADS     then a line on stdin a step; seconds on stdout
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from model.compiled import compile_regions
+from model.config import ModelConfig
+from model.transformer import build
+from optim.config import OptimConfig
+from optim.updater import Updater
+from parallel.device import choose_matmul, keep_memory
+from parallel.precision import PrecisionConfig
+
+SHAPE = ModelConfig(hidden=512, layers=8, heads=8, kv_heads=4, ffn=1536, vocab_size=8192)
+SEQ_LEN, BATCH = 512, 4
+TOKENS = SEQ_LEN * BATCH
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Step = Callable[[], object]
+
+
+def sample_tokens() -> torch.Tensor:
+    """[TOKENS] int64, the same for everyone."""
+    return torch.randint(0, SHAPE.vocab_size or 0, (TOKENS,), generator=torch.Generator().manual_seed(0))
+
+
+def tatara(dtype: torch.dtype, compiled: bool) -> Step:
+    """Our step, as train.py makes it: fp32 masters, clipping, kept memory, the measured form of fp32 products."""
+    keep_memory()
+    if dtype == torch.float32:
+        torch.set_float32_matmul_precision(choose_matmul(PrecisionConfig("fp32"), torch.device("cpu")).value)
+    model = build(SHAPE, 0, torch.device("cpu"), torch.float32)
+    updater = Updater(model, OptimConfig(), dtype)
+    if compiled:
+        compile_regions(model)
+    tokens = sample_tokens()
+    positions, borders = torch.arange(SEQ_LEN).repeat(BATCH), torch.arange(0, TOKENS + 1, SEQ_LEN, dtype=torch.int32)
+
+    def step() -> None:
+        sums = model(tokens, tokens, positions, borders, SEQ_LEN, documents=False, scale=1 / TOKENS)
+        sums.objective.backward()
+        updater.step(1e-4).grad_norm.item()
+
+    return step
+
+
+def transformers_llama(dtype: torch.dtype, compiled: bool, keep: bool = False) -> Step:
+    """transformers' Llama of the same shape, weights and AdamW in `dtype` alone (no fp32 masters), clipping."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if keep:
+        keep_memory()
+    config = LlamaConfig(
+        hidden_size=SHAPE.hidden, num_hidden_layers=SHAPE.layers, num_attention_heads=SHAPE.heads,
+        num_key_value_heads=SHAPE.kv_heads, intermediate_size=SHAPE.ffn, vocab_size=SHAPE.vocab_size,
+        max_position_embeddings=SEQ_LEN,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype)
+    call = torch.compile(model) if compiled else model
+    return _plain_step(model, lambda ids: call(input_ids=ids, labels=ids).loss)
+
+
+def litgpt(dtype: torch.dtype, compiled: bool) -> Step:
+    """litgpt's GPT of the same shape, where it is installed."""
+    from litgpt import GPT, Config
+
+    config = Config(
+        n_layer=SHAPE.layers, n_head=SHAPE.heads, n_query_groups=SHAPE.kv_heads, n_embd=SHAPE.hidden,
+        intermediate_size=SHAPE.ffn, vocab_size=SHAPE.vocab_size, padded_vocab_size=SHAPE.vocab_size,
+        block_size=SEQ_LEN, bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", rotary_percentage=1.0,
+        parallel_residual=False,
+    )  # fmt: skip
+    model = GPT(config).to(dtype)
+    call = torch.compile(model) if compiled else model
+    return _plain_step(model, lambda ids: F.cross_entropy(call(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+
+
+def _plain_step(model: torch.nn.Module, loss: Callable[[torch.Tensor], torch.Tensor]) -> Step:
+    """A step as one would write it by hand around a library's model."""
+    ids = sample_tokens().view(BATCH, SEQ_LEN)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step() -> None:
+        loss(ids).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
+
+
+def gemm_shapes() -> list[tuple[int, int, int]]:
+    """(count, inner, columns) of the linears of a forward pass over TOKENS rows."""
+    head_dim = SHAPE.hidden // SHAPE.heads
+    qkv = (SHAPE.heads + 2 * SHAPE.kv_heads) * head_dim
+    block = [(1, SHAPE.hidden, qkv), (1, SHAPE.hidden, SHAPE.hidden), (2, SHAPE.hidden, SHAPE.ffn)]
+    block.append((1, SHAPE.ffn, SHAPE.hidden))
+    return [(n * SHAPE.layers, k, c) for n, k, c in block] + [(1, SHAPE.hidden, SHAPE.vocab_size or 0)]
+
+
+def gemm(dtype: torch.dtype) -> Step:
+    """The products of a step's linears alone, all three in the form that is fastest: the limit."""
+    keep_memory()
+    operands = [
+        (3 * count, torch.ones(TOKENS, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype))
+        for count, inner, columns in gemm_shapes()
+    ]
+
+    def step() -> None:
+        for count, x, w in operands:
+            for _ in range(count):
+                F.linear(x, w)
+
+    return step
+
+
+def make(name: str, dtype: torch.dtype) -> Step:
+    """The step of a contender by its name in the table."""
+    contenders: dict[str, Callable[[], Step]] = {
+        "tatara": lambda: tatara(dtype, False),
+        "tatara compiled": lambda: tatara(dtype, True),
+        "transformers": lambda: transformers_llama(dtype, False),
+        "transformers compiled": lambda: transformers_llama(dtype, True),
+        "transformers, memory kept": lambda: transformers_llama(dtype, False, keep=True),
+        "transformers compiled, memory kept": lambda: transformers_llama(dtype, True, keep=True),
+        "litgpt": lambda: litgpt(dtype, False),
+        "litgpt compiled": lambda: litgpt(dtype, True),
+        "gemm": lambda: gemm(dtype),
+    }
+    return contenders[name]()
+
+
+def main() -> None:
+    """Warm up, report the first step's seconds, then one step a line of stdin; the peak memory at the end."""
+    name, precision, threads = sys.argv[1:4]
+    torch.manual_seed(0)
+    torch.set_num_threads(int(threads))
+    step = make(name, DTYPES[precision])
+    for _ in range(2):
+        _say(_timed(step))
+    for _ in sys.stdin:
+        _say(_timed(step))
+
+
+def _timed(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _say(seconds: float) -> None:
+    print(f"seconds {seconds}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
