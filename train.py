@@ -5,6 +5,7 @@ python train.py [key=value ...]     (python train.py --help explains every key)
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from contextlib import closing
@@ -30,13 +31,13 @@ from metrics.clock import StepClock
 from metrics.rank_log import rank_log
 from metrics.reporter import Reporter, peak_memory_gb
 from metrics.run_directory import RunDirectory
-from metrics.sinks import Console, JsonLines, Wandb, new_wandb_id
+from metrics.sinks import Console, JsonLines, Wandb
 from metrics.throughput import throughput
 from model.compiled import compile_regions
 from model.flops import squared_lengths, step_flops
 from model.generate import continue_text
 from model.transformer import LossSums, build, count_parameters
-from optim.schedule import lr_share
+from optim.schedule import lr_share, peak_lr, warmup_steps
 from optim.updater import StepOutcome, Updater
 from parallel.device import set_up_machine
 
@@ -139,7 +140,15 @@ class Trainer:
             compile_regions(self.model)
             console.say("compile: each block and the loss, once a shape; the first step is slow")
         self.loader, self.validation = self.open_data()
-        self.wandb_id = saved.wandb_id if saved and saved.wandb_id else new_wandb_id()
+        self.peak_lr = peak_lr(config.optim, config.model.hidden)
+        warmup = warmup_steps(config.lr_schedule, total_steps(config))
+        console.say(
+            f"learning rate: {self.peak_lr:.2e} "
+            f"({'optim.lr' if config.optim.lr else '0.75 / model.hidden'}), {config.lr_schedule.name} after {warmup} "
+            f"steps of warm-up"
+        )
+        self.wandb_id = directory.wandb_id()
+        self.val_loss = math.nan
         self.clock = StepClock(self.machine.device)
         self.unread: list[tuple[int, StepOutcome]] = []
 
@@ -213,7 +222,7 @@ class Trainer:
             with self.clock.part("backward"):
                 sums.objective.backward()
             loss, z_square = loss + sums.cross_entropy, z_square + sums.z_square
-        lr = self.config.optim.lr * lr_share(self.config.lr_schedule, progress.step, total_steps(self.config))
+        lr = self.peak_lr * lr_share(self.config.lr_schedule, progress.step, total_steps(self.config))
         with self.clock.part("optimizer"):
             outcome = self.updater.step(lr)
         progress.step += 1

@@ -2,10 +2,10 @@
 
 python -m benchmarks.step [--precision bf16|fp32] [--compile] [--rounds 24]
 
-Each contender is a process of its own, with its own allocator and settings; they take turns, one step each, so
-that whatever else the machine does falls on all. Before and after each step a fixed product is timed, which tells
-how busy the machine was with others' work: medians are over each contender's quiet steps, the third of them whose
-slower product was fastest.
+Each contender is a process of its own, with its own allocator and settings. They take turns, one step each in an
+order drawn anew every round, so that whatever else the machine does falls on all alike. Others' work only ever adds
+time, so a contender's quiet steps are the fastest third of its own; figures are their medians, and the median of all
+steps stands beside them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import importlib.util
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
@@ -39,8 +39,8 @@ class Contender:
     """The worker."""
     first_step: float = 0.0
     """Seconds of the first step, compilation included."""
-    samples: list[tuple[float, float]] = field(default_factory=list)
-    """(slower probe, step) in seconds."""
+    samples: list[float] = field(default_factory=list)
+    """Seconds of each step."""
 
     def step(self) -> float:
         """Seconds of one step made now."""
@@ -57,9 +57,9 @@ class Contender:
         raise SystemExit(f"{self.name} ended: run `python -m benchmarks.step_workers` with its name to see why")
 
     @property
-    def quiet(self) -> list[float]:
-        """The third of the steps around which the machine was least busy."""
-        return [step for _, step in sorted(self.samples)[: math.ceil(len(self.samples) / 3)]]
+    def quiet(self) -> float:
+        """Median of the fastest third of the steps, in seconds."""
+        return statistics.median(sorted(self.samples)[: math.ceil(len(self.samples) / 3)])
 
 
 def contender_names(compiled: bool) -> list[str]:
@@ -84,38 +84,29 @@ def start(name: str, options: argparse.Namespace) -> Contender:
     return contender
 
 
-def probe(x: torch.Tensor) -> float:
-    """Seconds of a fixed product that does not depend on any contender."""
-    start = time.perf_counter()
-    for _ in range(6):
-        torch.nn.functional.linear(x, x)
-    return time.perf_counter() - start
-
-
-def measure(contenders: list[Contender], rounds: int, precision: str) -> None:
-    """Let everyone take turns, with a probe before and after each step."""
-    x = torch.ones(1024, 1024, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    probe(x)
+def measure(contenders: list[Contender], rounds: int) -> None:
+    """Let everyone take turns."""
+    draw = random.Random(0)
     for _ in range(rounds):
-        for contender in contenders:
-            before = probe(x)
-            seconds = contender.step()
-            contender.samples.append((max(before, probe(x)), seconds))
+        for contender in draw.sample(contenders, len(contenders)):
+            contender.samples.append(contender.step())
 
 
 def table(contenders: list[Contender]) -> dict[str, float]:
-    """Print a line a contender; median seconds of each over its quiet steps."""
+    """Print a line a contender; seconds of each, median of its quiet steps."""
     flops = step_flops(SHAPE, TOKENS, BATCH * SEQ_LEN**2)
     gemm_flops = 6 * TOKENS * sum(count * inner * columns for count, inner, columns in gemm_shapes())
-    medians = {c.name: statistics.median(c.quiet) for c in contenders}
+    medians = {c.name: c.quiet for c in contenders}
     peak = gemm_flops / medians["gemm"]
-    print(f"\n{'':36s} {'tokens/s':>9s} {'GFLOP/s':>8s} {'of GEMM':>8s} {'s/step':>7s} {'first':>6s}  {'fastest':>8s}")
+    print(
+        f"\n{'':36s} {'tokens/s':>9s} {'GFLOP/s':>8s} {'of GEMM':>8s} {'s/step':>7s} {'first':>6s}  {'all steps':>9s}"
+    )
     for c in contenders:
         rate = (gemm_flops if c.name == "gemm" else flops) / medians[c.name]
         tokens = "" if c.name == "gemm" else f"{TOKENS / medians[c.name]:,.0f}"
         print(
             f"{c.name:36s} {tokens:>9s} {rate / 1e9:8.0f} {rate / peak:8.1%} {medians[c.name]:7.3f} "
-            f"{c.first_step:6.1f}  {min(s for _, s in c.samples):8.3f}"
+            f"{c.first_step:6.1f}  {statistics.median(c.samples):9.3f}"
         )
     return medians
 
@@ -141,12 +132,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of each")
     parser.add_argument("--json", type=Path, help="write medians and ratios here")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     contenders = []
     for name in contender_names(options.compile):
         contenders.append(start(name, options))
         print(f"{name}: warm after a first step of {contenders[-1].first_step:.1f} s", flush=True)
-    measure(contenders, options.rounds, options.precision)
+    measure(contenders, options.rounds)
     medians = table(contenders)
     found = ratios(medians)
     if options.json:

@@ -35,9 +35,9 @@ class TrainConfig:
     """Tokens of the whole run, rounded down to whole steps; give this or steps."""
     stop_at: int | None = None
     """Step at which this process stops early, with a checkpoint; the schedule still ends at steps."""
-    global_batch: int = 16
+    global_batch: int = 8
     """Sequences a step."""
-    micro_batch: int = 4
+    micro_batch: int = 8
     """Sequences a forward pass; changes speed and memory, never the training."""
     seq_len: int = 256
     """Tokens a sequence."""

@@ -129,7 +129,7 @@ def short(kind: Any) -> str:
     return _SHORT.get(inner, "mapping")
 
 
-_SAMPLES: dict[Any, Any] = {int: 100, float: 0.1, bool: True, str: "TEXT"}
+_SAMPLES: dict[Any, Any] = {int: 100, float: 0.001, bool: True, str: "TEXT"}
 
 
 def sample(kind: Any, default: Any = None) -> Any:

@@ -129,7 +129,7 @@ def _range_problems(config: Config) -> Iterator[Problem]:
             continue
         default, nearest = known[rule.key].default, rule.nearest(value)
         better = default if isinstance(default, (int, float)) and rule.holds(default) else nearest
-        fix = f"write {rule.key}={show(better)}" if better is not None else "choose a number inside"
-        if isinstance(default, (int, float)) and better == default:
+        fix = f"write {rule.key}={show(better)}"
+        if better == default:
             fix += " (the default)"
         yield Problem(rule.key, show(value), f"must be {rule.words()}", fix)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from errors import DataRefused
+from files import write_whole
 
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
 
@@ -44,19 +44,9 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replaces `path` by `text` in one step; after a crash the file is the old or the new one, whole."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-
-
 def write_metadata(prefix: Path, metadata: CorpusMetadata) -> None:
     """Writes the .json beside the corpus at `prefix`."""
-    write_durably(with_suffix(prefix, ".json"), json.dumps(dataclasses.asdict(metadata), indent=2) + "\n")
+    write_whole(with_suffix(prefix, ".json"), json.dumps(dataclasses.asdict(metadata), indent=2) + "\n")
 
 
 def read_metadata(prefix: Path) -> CorpusMetadata | None:

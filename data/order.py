@@ -106,7 +106,9 @@ class SampleOrder:
                 f"train.seq_len to at most {tokens - 1}, or give more data"
             )
         self.tokens, self.seq_len = tokens, seq_len
-        self.samples_per_epoch = max(1, (tokens - seq_len) // seq_len)
+        # Shuffled chunks begin up to seq_len - 1 tokens late, which takes room for one of them.
+        room = tokens - seq_len if shuffle else tokens - 1
+        self.samples_per_epoch = max(1, room // seq_len)
         self._key = f"{seed} {source}"
         self._shuffle = shuffle
         self._epoch = self._make_epoch(0)

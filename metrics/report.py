@@ -47,7 +47,9 @@ def draw(records: list[Record], title: str, output: Path) -> None:
     norm.set(title="gradient norm before clipping", xlabel="step", yscale="log")
     shown = [p for p in PARTS if any(r["time"][p] > 0 for r in steps)]
     time.stackplot(at, [[r["time"][p] for r in steps] for p in shown], labels=shown)
-    time.set(title="where a step's time goes (s)", xlabel="step", ylim=(0, 3 * _median([r["step_time"] for r in steps])))
+    time.set(
+        title="where a step's time goes (s)", xlabel="step", ylim=(0, 3 * _median([r["step_time"] for r in steps]))
+    )
     time.legend(fontsize="x-small", ncols=3)
     figure.savefig(output, dpi=110)
 

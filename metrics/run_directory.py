@@ -58,6 +58,14 @@ class RunDirectory:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def wandb_id(self) -> str:
+        """Id of this run in W&B: eight hex digits drawn at its first start, then always the same."""
+        file = self.path / "wandb" / "run_id"
+        if not file.is_file():
+            file.parent.mkdir(exist_ok=True)
+            write_whole(file, os.urandom(4).hex() + "\n")
+        return file.read_text(encoding="utf-8").strip()
+
     @contextmanager
     def attempt(self, console: Console) -> Iterator[None]:
         """Around one start of the run: whatever ends it is written to status.json, if the folder was made."""

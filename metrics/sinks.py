@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -138,8 +137,3 @@ def _flatten(record: dict[str, Any], room: str) -> dict[str, Any]:
         elif key not in ("event", "nonfinite"):
             flat[f"{room}/{key}"] = value
     return flat
-
-
-def new_wandb_id() -> str:
-    """Eight hex digits for a new W&B run, from the system's entropy."""
-    return os.urandom(4).hex()

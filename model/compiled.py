@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from model.loss import chunk_terms
@@ -16,7 +19,7 @@ def compile_regions(model: Decoder) -> None:
     model.compiled = True
     # torch 2.13's pattern for attention matches the blocked form without gradients and gets its shapes wrong;
     # the one for addmm takes the residual's addition out of the norm's loop, where it costs nothing.
-    options = {"pattern_matcher": False}
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"pattern_matcher": False}
     for block in model.layers:
         block.compile(options=options)
     if model.norm.weight.device.type == "cuda":

@@ -50,7 +50,8 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
 def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, **options: Any) -> str:
     """The prompt and its continuation; an empty prompt starts a new document."""
     tokens = tokenizer.encode(prompt) or [tokenizer.eod]
-    return tokenizer.decode(continue_tokens(model, tokens, **options))
+    with torch.compiler.set_stance("force_eager"):  # every token has another length
+        return tokenizer.decode(continue_tokens(model, tokens, **options))
 
 
 def model_config(saved: dict[str, Any]) -> ModelConfig:

@@ -12,8 +12,8 @@ class OptimConfig:
 
     name: Literal["adamw"] = "adamw"
     """Which optimizer."""
-    lr: float = 1.0e-3
-    """Peak learning rate."""
+    lr: float | None = None
+    """Peak learning rate; null: 0.75 / model.hidden, which is near the published ones from 125m to 405b."""
     beta1: float = 0.9
     """Decay of the first moment, a step."""
     beta2: float = 0.95

@@ -59,7 +59,7 @@ class Updater:
                 {"params": groups[True], "weight_decay": config.weight_decay},
                 {"params": groups[False], "weight_decay": 0.0},
             ],
-            lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
+            lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
         )  # fmt: skip
 
     @property

@@ -47,7 +47,7 @@ def tiny(corpus: Path, tmp_path: Path) -> list[str]:
         "model.hidden=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.ffn=48",
         "train.seq_len=32", "train.global_batch=8", "train.micro_batch=4", "train.steps=20", "train.eval_every=7",
         "train.eval_samples=10", "train.threads=1", "precision.matmul=highest", "metrics.wandb=disabled",
-        "metrics.peak_tflops=1", "checkpoint.every=6",
+        "metrics.peak_tflops=1", "checkpoint.every=6", "optim.lr=1e-3",
     ]  # fmt: skip
 
 

@@ -43,10 +43,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong, code, words", REFUSED.values(), ids=REFUSED.keys())
 def test_a_wrong_invocation_is_refused_in_words(tiny, capsys, wrong, code, words):
-    if "data.sources" not in wrong[0]:
-        wrong = [*tiny, *wrong]
-    else:
-        wrong = [o for o in tiny if "data.sources" not in o] + wrong
+    base = [o for o in tiny if "data.sources" not in o] if "data.sources" in wrong[0] else tiny
+    wrong = [*base, *wrong]
     if any(o.startswith("train.tokens") for o in wrong):
         wrong = [o for o in wrong if o != "train.steps=20"]
     began = time.perf_counter()

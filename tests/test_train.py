@@ -12,6 +12,8 @@ import torch
 
 import train
 from checkpoint.store import locate, read_tensors
+from metrics import report
+from model import generate
 from model.config import ModelConfig
 from model.transformer import build
 from optim.config import OptimConfig
@@ -203,3 +205,20 @@ def test_a_compiled_run_trains_as_an_eager_one(tiny):
     eager, fused = losses(run_of(tiny, "eager")), losses(run_of(tiny, "compiled"))
     assert all(fused[s] == pytest.approx(eager[s], rel=1e-5) for s in eager)
     assert validations(run_of(tiny, "compiled"))[3] == pytest.approx(validations(run_of(tiny, "eager"))[3], rel=1e-5)
+
+
+def test_the_default_data_prepares_itself_and_its_model_speaks(tmp_path, capsys):
+    options = [
+        "model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn=48", "train.seq_len=64",
+        "train.steps=2", "train.global_batch=2", "train.micro_batch=2", "train.eval_samples=2", "train.compile=true",
+        f"run.dir={tmp_path}", "run.name=text", f"data.cache={tmp_path / 'cache'}", "metrics.wandb=disabled",
+    ]  # fmt: skip
+    assert train.main(options) == 0
+    said = capsys.readouterr().out
+    assert "unigram entropy" in said and "a sample:\ndef " in said
+    assert generate.main([str(tmp_path / "text"), "--prompt", "import os", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("import os")
+    assert generate.main([str(tmp_path / "nowhere")]) == 3
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert report.main([str(tmp_path / "text")]) == 0
+    assert (tmp_path / "text" / "report.png").stat().st_size > 10_000

@@ -48,7 +48,7 @@ def test_cfg_job_prints_yaml_that_parses_to_the_same_config(
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["lr=3", "--help"]])
 def test_help_is_printed_whatever_else_is_said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(nothing, argv) == 0
-    assert "train.global_batch=16" in capsys.readouterr().out
+    assert "train.global_batch=8" in capsys.readouterr().out
 
 
 def test_a_config_dir_may_stand_anywhere(tmp_path: Path) -> None:

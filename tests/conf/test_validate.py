@@ -22,13 +22,13 @@ SOURCE = "data.sources=[{name: web, prefix: p}]"
 BROKEN = [
     # overrides, key, part of the rule, part of the fix
     (["train.steps=0"], "train.steps", "at least 1", "train.steps=1"),
-    (["train.steps=null"], "train.steps", "exactly one", "train.steps=300"),
-    (["train.tokens=4095"], "train.tokens", "4096 tokens", "train.tokens=4096"),
-    (["train.stop_at=301"], "train.stop_at", "300 steps", "train.stop_at=300"),
+    (["train.steps=null"], "train.steps", "exactly one", "train.steps=250"),
+    (["train.tokens=2047"], "train.tokens", "2048 tokens", "train.tokens=2048"),
+    (["train.stop_at=251"], "train.stop_at", "250 steps", "train.stop_at=250"),
     (["train.stop_at=0"], "train.stop_at", "at least 1", "1"),
-    (["train.micro_batch=5"], "train.micro_batch", "train.global_batch=16", "4 or train.micro_batch=8"),
-    (["train.micro_batch=17"], "train.micro_batch", "multiple", "16, or train.global_batch=17"),
-    (["train.global_batch=-2"], "train.global_batch", "at least 1", "train.global_batch=16"),
+    (["train.micro_batch=5"], "train.micro_batch", "train.global_batch=8", "4 or train.micro_batch=8"),
+    (["train.micro_batch=17"], "train.micro_batch", "multiple", "8, or train.global_batch=17"),
+    (["train.global_batch=-2"], "train.global_batch", "at least 1", "train.global_batch=8"),
     (["train.eval_every=-1"], "train.eval_every", "at least 0", "train.eval_every=50"),
     (["train.steps=50", "lr_schedule.warmup=50"], "lr_schedule.warmup", "50 steps", "lr_schedule.warmup=5"),
     (["run.seed=-1"], "run.seed", "at least 0", "run.seed=1234"),
@@ -42,7 +42,7 @@ BROKEN = [
     (["model.z_loss=-0.1"], "model.z_loss", "at least 0", "model.z_loss=0.0"),
     (["model.rope_scaling.factor=0.5"], "model.rope_scaling.factor", "at least 1", "8.0"),
     (["model.rope_scaling.low_freq_factor=4"], "model.rope_scaling.low_freq_factor", "below", "1.0"),
-    (["optim.lr=0"], "optim.lr", "above 0", "optim.lr=0.001 (the default)"),
+    (["optim.lr=0"], "optim.lr", "above 0", "optim.lr=null (the default)"),
     (["optim.beta2=1"], "optim.beta2", "below 1", "0.95"),
     (["optim.eps=0"], "optim.eps", "above 0", "1e-08"),
     (["optim.weight_decay=-1"], "optim.weight_decay", "at least 0", "0.1"),
@@ -69,7 +69,7 @@ BROKEN = [
     (["checkpoint.allow=[optim.lrr]"], "checkpoint.allow", "did you mean optim.lr", "optim.lr"),
     (["checkpoint.every=-1"], "checkpoint.every", "at least 0", "100"),
     (["metrics.every=0"], "metrics.every", "at least 1", "metrics.every=1"),
-    (["metrics.peak_tflops=0"], "metrics.peak_tflops", "above 0", "inside"),
+    (["metrics.peak_tflops=0"], "metrics.peak_tflops", "above 0", "metrics.peak_tflops=null (the default)"),
     (["metrics.wandb=online"], "metrics.wandb", "WANDB_API_KEY", "metrics.wandb=offline"),
     (["metrics.wandb_project=a/b"], "metrics.wandb_project", "without", "tatara"),
     (["metrics.wandb_tags=['']"], "metrics.wandb_tags", "1 to 64", "shorten"),
@@ -91,7 +91,7 @@ def test_a_broken_rule_is_answered_with_the_key_the_rule_and_a_fix(
 
 
 KEPT = [
-    ["train.stop_at=300"], ["train.tokens=300000"], ["model.head_dim=30", "model.hidden=250"],
+    ["train.stop_at=250"], ["train.tokens=300000"], ["model.head_dim=30", "model.hidden=250"],
     ["checkpoint.allow=[optim.*, data.sources]"], ["data.held_out=0"],
     ["extra.tokenizer_note=x", "extra.monkey=1"],
     ["data=indexed", SOURCE, "data.tokenizer=t.model"], ["checkpoint.resume=runs/x"], ["optim.clip=0"],

@@ -274,5 +274,5 @@ def test_validation_predicts_the_same_tokens_whatever_the_micro_batch(
 
 def test_validation_takes_all_chunks_when_fewer_are_there(make_corpus: MakeCorpus) -> None:
     batches = validation(make_corpus([list(range(50))]), micro_batch=4, samples=10**9)
-    assert [batch.samples for batch in batches] == [range(4), range(4, 5)]
-    assert batches[1].tokens.tolist() == list(range(32, 40)) * 4
+    assert [batch.samples for batch in batches] == [range(4), range(4, 6)]
+    assert batches[1].tokens.tolist() == [*range(32, 40), *list(range(40, 48)) * 3]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optim.config import ScheduleConfig
-from optim.schedule import lr_share, warmup_steps
+from optim.config import OptimConfig, ScheduleConfig
+from optim.schedule import lr_share, peak_lr, warmup_steps
 
 NAMES = ["cosine", "wsd", "linear", "constant"]
 
@@ -51,3 +51,10 @@ def test_warmup_by_itself_is_a_tenth_of_the_run_and_at_most_2000_steps():
     auto = ScheduleConfig()
     assert [warmup_steps(auto, total) for total in (6, 300, 10**6)] == [0, 30, 2000]
     assert warmup_steps(ScheduleConfig(warmup=7), 300) == 7
+
+
+def test_the_peak_is_the_given_one_or_falls_with_the_width():
+    assert peak_lr(OptimConfig(lr=1e-4), 4096) == 1e-4
+    published = {768: 6e-4, 4096: 3e-4, 8192: 1.5e-4, 16384: 8e-5}  # GPT-3 125M; Llama 3 8B, 70B, 405B
+    for hidden, lr in published.items():
+        assert 0.5 < peak_lr(OptimConfig(), hidden) / lr < 2

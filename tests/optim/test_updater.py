@@ -21,7 +21,7 @@ def backward(model, seed, scale=1.0):
     (model(x.to(next(model.parameters()).dtype)).square().mean() * scale).backward()
 
 
-def plain_adamw(model, config, steps, dtype):
+def plain_adamw(model, config, lr, steps):
     """The algorithm, element by element (Loshchilov and Hutter, 2019), with a clipped global norm."""
     moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
     for step in range(1, steps + 1):
@@ -36,19 +36,19 @@ def plain_adamw(model, config, steps, dtype):
                 v.lerp_(g * g, 1 - config.beta2)
                 hat = (m / (1 - config.beta1**step)) / ((v / (1 - config.beta2**step)).sqrt() + config.eps)
                 decay = config.weight_decay if p.dim() > 1 else 0.0
-                p.sub_(config.lr * (hat + decay * p))
+                p.sub_(lr * (hat + decay * p))
     return norm
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0, 1e6])
 def test_updates_equal_the_published_algorithm(clip):
-    config = OptimConfig(lr=1e-2, clip=clip)
+    config, lr = OptimConfig(clip=clip), 1e-2
     ours, plain = small_model(torch.float64), small_model(torch.float64)
     updater = Updater(ours, config, torch.float64)
     for step in range(1, 6):
         backward(ours, step, 30.0)
-        outcome = updater.step(config.lr)
-    norm = plain_adamw(plain, config, 5, torch.float64)
+        outcome = updater.step(lr)
+    norm = plain_adamw(plain, config, lr, 5)
     assert outcome.grad_norm.item() == pytest.approx(norm.item(), rel=1e-10)
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
