@@ -60,7 +60,7 @@ def _length(config: Config) -> Iterator[Problem]:
     pair = ("train.steps", "train.tokens")
     if train.steps is None and train.tokens is None:
         rule = "a run needs exactly one of train.steps and train.tokens"
-        yield Problem("train.steps", "null", rule, "write train.steps=250", pair)
+        yield Problem("train.steps", "null", rule, "write train.steps=200", pair)
         return
     if train.steps is not None and train.tokens is not None:
         rule = f"train.tokens={train.tokens} is given too, but exactly one of the two says how long a run is"

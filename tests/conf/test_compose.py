@@ -124,7 +124,7 @@ def test_composing_writes_nothing_changes_no_logging_and_stays_in_its_folder(som
 
 def test_nothing_given_gives_the_repositorys_defaults() -> None:
     config = compose([])
-    assert (config.model.name, config.data.corpus, config.train.steps) == ("nano", "stdlib", 250)
+    assert (config.model.name, config.data.corpus, config.train.steps) == ("nano", "stdlib", 200)
 
 
 def test_keys_groups_dicts_lists_and_notes_can_be_set() -> None:
@@ -160,9 +160,9 @@ def test_interpolations_reach_keys_that_only_have_a_default() -> None:
 
 def test_the_last_choice_of_a_group_counts_removal_included() -> None:
     cases = [
-        (["experiment=quick", "experiment=null"], 250),
+        (["experiment=quick", "experiment=null"], 200),
         (["experiment=null", "experiment=quick"], 20),
-        (["experiment=quick", "~experiment"], 250),
+        (["experiment=quick", "~experiment"], 200),
         (["~experiment", "experiment=quick"], 20),
     ]
     assert [compose(overrides).train.steps for overrides, _ in cases] == [steps for _, steps in cases]

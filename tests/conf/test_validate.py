@@ -22,9 +22,9 @@ SOURCE = "data.sources=[{name: web, prefix: p}]"
 BROKEN = [
     # overrides, key, part of the rule, part of the fix
     (["train.steps=0"], "train.steps", "at least 1", "train.steps=1"),
-    (["train.steps=null"], "train.steps", "exactly one", "train.steps=250"),
+    (["train.steps=null"], "train.steps", "exactly one", "train.steps=200"),
     (["train.tokens=2047"], "train.tokens", "2048 tokens", "train.tokens=2048"),
-    (["train.stop_at=251"], "train.stop_at", "250 steps", "train.stop_at=250"),
+    (["train.stop_at=201"], "train.stop_at", "200 steps", "train.stop_at=200"),
     (["train.stop_at=0"], "train.stop_at", "at least 1", "1"),
     (["train.micro_batch=5"], "train.micro_batch", "train.global_batch=8", "4 or train.micro_batch=8"),
     (["train.micro_batch=17"], "train.micro_batch", "multiple", "8, or train.global_batch=17"),
@@ -91,7 +91,7 @@ def test_a_broken_rule_is_answered_with_the_key_the_rule_and_a_fix(
 
 
 KEPT = [
-    ["train.stop_at=250"], ["train.tokens=300000"], ["model.head_dim=30", "model.hidden=250"],
+    ["train.stop_at=200"], ["train.tokens=300000"], ["model.head_dim=30", "model.hidden=250"],
     ["checkpoint.allow=[optim.*, data.sources]"], ["data.held_out=0"],
     ["extra.tokenizer_note=x", "extra.monkey=1"],
     ["data=indexed", SOURCE, "data.tokenizer=t.model"], ["checkpoint.resume=runs/x"], ["optim.clip=0"],
