@@ -29,11 +29,13 @@ class LossSettings:
     """Coefficient of logsumexp^2 in the objective."""
 
 
-def chunk_terms(logits: Tensor, labels: Tensor, settings: LossSettings, with_grad: bool) -> tuple[Tensor, Tensor]:
+def chunk_terms(
+    logits: Tensor, labels: Tensor, settings: LossSettings, scale: float, with_grad: bool
+) -> tuple[Tensor, Tensor]:
     """Losses of one chunk; its logits [C, padded vocabulary] become their own gradient, in place.
 
     Args:
-        logits: compute dtype; with_grad: afterwards d(sum of cross-entropy + z_loss * logsumexp^2) / d logits.
+        logits: compute dtype; with_grad: afterwards scale * d(sum of cross-entropy + z_loss * logsumexp^2) / d logits.
         labels: [C] int64, IGNORE where there is no target.
 
     Returns:
@@ -42,27 +44,27 @@ def chunk_terms(logits: Tensor, labels: Tensor, settings: LossSettings, with_gra
     rows = len(logits) if torch.compiler.is_compiling() or logits.device.type != "cpu" else _ROWS
     logits[:, settings.vocab_size :] = float("-inf")
     sums = [
-        _row_terms(logits[row : row + rows], labels[row : row + rows], settings.z_loss, with_grad)
+        _row_terms(logits[row : row + rows], labels[row : row + rows], settings.z_loss, scale if with_grad else None)
         for row in range(0, len(logits), rows)
     ]
     losses, squares = (torch.stack(parts).sum() for parts in zip(*sums, strict=True))
     return losses, squares
 
 
-def _row_terms(logits: Tensor, labels: Tensor, z_loss: float, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """`chunk_terms` of a few rows, whose fp32 form fits the cache."""
+def _row_terms(logits: Tensor, labels: Tensor, z_loss: float, scale: float | None) -> tuple[Tensor, Tensor]:
+    """`chunk_terms` of a few rows, whose fp32 form fits the cache; scale None: the gradient is not needed."""
     valid = (labels != IGNORE)[:, None]
     target = labels.clamp(min=0)[:, None]
     log_p = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     log_target = log_p.gather(1, target)
     lse = logits.gather(1, target) - log_target
     losses, squares = -(log_target * valid).sum(), (lse.square() * valid).sum()
-    if with_grad:
+    if scale is not None:
         grad = log_p.exp_()
         if z_loss:
             grad *= 1.0 + 2.0 * z_loss * lse
         grad.scatter_add_(1, target, -torch.ones_like(log_target))
-        logits.copy_(grad.mul_(valid))
+        logits.copy_(grad.mul_(valid * scale))
     return losses, squares
 
 
@@ -81,21 +83,21 @@ class _ChunkedLoss(torch.autograd.Function):
         for begin in range(0, len(x), settings.chunk):
             part = slice(begin, begin + settings.chunk)
             logits = F.linear(x[part], weight)
-            loss, square = terms(logits, labels[part], settings, with_grad)
+            loss, square = terms(logits, labels[part], settings, scale, with_grad)
             losses, squares = losses + loss, squares + square
             if dx is not None and dw is not None:  # the logits are their gradient now
                 dx[part] = logits @ weight
                 dw += logits.t() @ x[part]
         ctx.save_for_backward(*([dx, dw] if with_grad else []))
-        ctx.scale = scale
         ctx.mark_non_differentiable(losses, squares)
         return (losses + settings.z_loss * squares) * scale, losses, squares
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        factor = grad * ctx.scale
-        return dx * factor.to(dx.dtype), dw * factor, None, None, None, None
+        if grad.device.type == "cpu" and grad.item() == 1.0:  # as in training; elsewhere asking would wait
+            return dx, dw, None, None, None, None
+        return dx * grad.to(dx.dtype), dw * grad, None, None, None, None
 
 
 def chunked_loss(
