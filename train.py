@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,9 +57,10 @@ def run(config: Config, overrides: list[str]) -> int:
             check_resume(config, found, saved, console)
             if saved.step >= last_step(config):
                 console.say(f"{run_name(config)} is at step {saved.step} of {last_step(config)}: done ({found})")
+                directory.finish("done" if saved.step >= total_steps(config) else "paused", saved.step)
                 return 0
         data = ready(config.data, console.say, config.model.vocab_size)
-        directory.prepare(to_yaml(config), overrides)
+        directory.prepare(to_yaml(config), overrides, saved.step if saved else 0)
         console.open_log(directory.path / "log.txt")
         with rank_log(directory.path / "logs", rank=0):
             trainer = Trainer(config, data, directory, console, saved)
@@ -71,7 +71,7 @@ def run(config: Config, overrides: list[str]) -> int:
 
 def refuse_many_processes() -> None:
     """Several processes would each train the whole model, one over the other."""
-    for variable in ("WORLD_SIZE", "SLURM_NTASKS"):
+    for variable in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         if os.environ.get(variable, "1") != "1":
             raise ConfigRefused(
                 f"{variable}={os.environ[variable]}: this version trains in one process; start `python train.py`"
@@ -129,7 +129,7 @@ class Trainer:
         self.folder, self.last, self.progress = checkpoint_folder(config, directory), last_step(config), Progress()
         self.vocab_size = config.model.vocab_size or data.vocab_size
         self.shape = replace(config.model, vocab_size=self.vocab_size)
-        self.attempt = directory.status().get("attempt", 0) + 1
+        self.attempt = directory.status()["attempt"]
         self.machine = set_up_machine(
             config.train.device, config.train.threads, config.precision, config.metrics.peak_tflops,
             saved.choices.get("matmul") if saved else None, console.say,
@@ -147,10 +147,11 @@ class Trainer:
             f"({'optim.lr' if config.optim.lr else '0.75 / model.hidden'}), {config.lr_schedule.name} after {warmup} "
             f"steps of warm-up"
         )
-        self.wandb_id = directory.wandb_id()
+        self.wandb_id = directory.wandb_id(saved.wandb_id if saved else None)
         self.val_loss = math.nan
         self.clock = StepClock(self.machine.device)
         self.unread: list[tuple[int, StepOutcome]] = []
+        self.recorded = 0
 
     def open_data(self) -> tuple[TrainLoader, list[MicroBatch]]:
         """The loader of training steps, and the held-out micro-batches (none without a held-out corpus)."""
@@ -184,29 +185,36 @@ class Trainer:
             )
         self.updater.load(store.read_tensors(found), saved.updates)
         self.progress = Progress(saved.step, saved.samples, saved.tokens)
+        self.recorded = saved.step
 
     def train(self) -> int:
         """Train to the last step of this start; the exit code."""
         config = self.config
-        with closing(self.open_reports()) as report, self.loader as loader:
-            self.directory.write_status("running", None, self.progress.step, self.attempt)
+        with self.open_reports() as report, self.loader as loader:
             if self.progress.step:
                 report.event("resume", self.progress.step, f"going on after step {self.progress.step}")
             self.clock.finish()
-            for batch in loader.steps(self.progress.samples, self.last * config.train.global_batch):
+            for batch in loader.steps(self.progress.samples, self.last_sample):
                 self.clock.add("data", loader.take_wait())
                 loss, z_square, lr = self.take_step(batch)
                 if self.due(config.metrics.every):
                     self.report_step(report, batch, loss, z_square, lr)
                 if self.validation and self.due(config.train.eval_every):
                     self.evaluate(report)
-                stop = self.directory.stop_file.exists()
+                stop = self.directory.stop_file.exists() and self.progress.step < self.last
+                if stop or len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
+                    self.read_skips(report)
                 if stop or self.due(config.checkpoint.every):
                     self.save(report)
                 if stop:
-                    self.directory.stop_file.unlink()
+                    self.directory.stop_file.unlink(missing_ok=True)
                     raise StopRequested(f"stopped on request after step {self.progress.step}; start it again to go on")
             return self.finish(report)
+
+    @property
+    def last_sample(self) -> int:
+        """Where the data cursor will be at the last step."""
+        return self.progress.samples + (self.last - self.progress.step) * self.config.train.global_batch
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due now; always so at the last step."""
@@ -224,11 +232,11 @@ class Trainer:
             loss, z_square = loss + sums.cross_entropy, z_square + sums.z_square
         lr = self.peak_lr * lr_share(self.config.lr_schedule, progress.step, total_steps(self.config))
         with self.clock.part("optimizer"):
-            outcome = self.updater.step(lr)
+            self.outcome = self.updater.step(lr)
         progress.step += 1
         progress.samples += len(batch.samples)
         progress.tokens += batch.tokens
-        self.unread.append((progress.step, outcome))
+        self.unread.append((progress.step, self.outcome))
         return loss / valid, z_square / valid, lr
 
     def forward(self, batch: MicroBatch, scale: float) -> LossSums:
@@ -241,9 +249,9 @@ class Trainer:
         )  # fmt: skip
 
     def report_step(self, report: Reporter, batch: StepBatch, loss: Tensor, z_square: Tensor, lr: float) -> None:
-        """Read the device once, record the step, and apply the skip policy to the steps since the last record."""
-        config, progress, steps = self.config, self.progress, len(self.unread)
-        value, norm, skips = loss.item(), self.unread[-1][1].grad_norm.item(), self.read_skips()
+        """Read the device, record the step with the time of those since the last record, and look for skips."""
+        config, progress = self.config, self.progress
+        value, norm, steps = loss.item(), self.outcome.grad_norm.item(), progress.step - self.recorded
         seconds, parts = self.clock.finish()
         working = (seconds - parts["evaluation"] - parts["checkpoint"]) / steps
         pairs = sum(squared_lengths(m.cu_seqlens, self.shape.window) for m in batch.micro_batches)
@@ -256,24 +264,26 @@ class Trainer:
             "time": {name: part / steps for name, part in parts.items()},
             "memory_gb": peak_memory_gb(self.machine.device), "skipped": progress.skipped,
         })  # fmt: skip
-        for step in skips:
-            report.event("skip", step, f"step {step} changed nothing: its gradients are not finite")
-        if progress.skipped_in_a_row >= config.train.max_skips:
-            raise Diverged(
-                f"{progress.skipped_in_a_row} steps in a row had gradients that are not finite "
-                f"(train.max_skips={config.train.max_skips}); lower optim.lr, or look at what these steps read"
-            )
+        self.recorded = progress.step
+        self.read_skips(report)
 
-    def read_skips(self) -> list[int]:
-        """Skipped steps since the last record."""
-        skips = [step for step, outcome in self.unread if outcome.skipped.item()]
-        good = [step for step, _ in self.unread if step not in skips]
-        self.progress.skipped += len(skips)
-        self.progress.skipped_in_a_row = (
-            self.progress.step - good[-1] if good else (self.progress.skipped_in_a_row + len(skips))
-        )
-        self.unread.clear()
-        return skips
+    def read_skips(self, report: Reporter) -> None:
+        """Tell of the steps skipped since the last look, and stop the run if too many came in a row."""
+        progress, unread = self.progress, self.unread
+        self.unread = []
+        for step, outcome in unread:
+            if not outcome.skipped.item():
+                progress.skipped_in_a_row = 0
+                continue
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+            report.event("skip", step, f"step {step} changed nothing: its gradients are not finite")
+            if progress.skipped_in_a_row >= self.config.train.max_skips:
+                raise Diverged(
+                    f"{progress.skipped_in_a_row} steps in a row had gradients that are not finite "
+                    f"(train.max_skips={self.config.train.max_skips}); lower optim.lr, or look at what these steps "
+                    f"read. The newest checkpoint is from before step {step}"
+                )
 
     @torch.no_grad()
     def evaluate(self, report: Reporter) -> None:
@@ -324,7 +334,7 @@ class Trainer:
             self.console.say(f"a sample:\n{text}")
         state = "done" if self.progress.step >= whole else "paused"
         self.console.say(f"{state} at step {self.progress.step} of {whole}: {self.directory.path}")
-        self.directory.write_status(state, 0, self.progress.step, self.attempt)
+        self.directory.finish(state, self.progress.step)
         return 0
 
 

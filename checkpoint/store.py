@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import CheckpointRefused
@@ -110,12 +110,12 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], state: RunState, keep: in
         shutil.copyfile(tokenizer, beside / TOKENIZER)
     for part in (*beside.iterdir(), beside):
         sync(part)
-    if not target.exists():
-        beside.replace(target)
-    else:  # the same step of the same run, saved twice: the first one stands
-        shutil.rmtree(beside)
+    if target.exists():  # the same step again, after going on from an older one, or a folder without a state
+        target.replace(beside.with_suffix(".old.part"))
+    beside.replace(target)
     sync(folder)
     write_whole(folder / LATEST, target.name + "\n")
+    _sweep(folder)
     _prune(folder, keep)
     return target
 
@@ -157,22 +157,22 @@ def read_state(path: Path) -> RunState:
         raise CheckpointRefused(f"{file} does not hold a run's state: {error}") from error
 
 
-def read_tensors(path: Path, only: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
-    """The tensors of the checkpoint in folder `path`, on the CPU."""
+def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of the checkpoint in folder `path` whose names begin with `prefix`, on the CPU."""
     file = path / TENSORS
     try:
-        tensors = load_file(file, device="cpu")
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(prefix)}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointRefused(
-            f"cannot read {file}: {error}; use an older checkpoint with checkpoint.resume=PATH"
+            f"cannot read {file}: {error}; remove the folder {path} to go on from the checkpoint before it"
         ) from error
-    return {n: t for n, t in tensors.items() if only is None or only(n)}
 
 
 def model_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights alone, by the model's own names, in `dtype`."""
     prefix = "model."
-    tensors = read_tensors(path, lambda name: name.startswith(prefix))
+    tensors = read_tensors(path, prefix)
     return {name[len(prefix) :]: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
@@ -195,7 +195,7 @@ def find(resume: str, folder: Path) -> Path | None:
         )
     if resume in ("auto", "none") or own is not None:
         return own
-    return locate(Path(resume))
+    return locate(Path(resume).expanduser())
 
 
 def locate(path: Path) -> Path:

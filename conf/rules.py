@@ -11,16 +11,12 @@ from typing import Any
 from conf.problem import Problem, show
 from conf.resolve import flatten, total_steps
 from conf.schema import Config
-from conf.suggest import close, did_you_mean
+from conf.suggest import close, did_you_mean, looks_secret
 from conf.tree import leaves
 
 CORPORA = ("stdlib",)
 """Corpora that prepare themselves."""
 _LONGEST_NAME = 120
-_SECRET_WORDS = {
-    "apikey", "credential", "credentials", "key", "passphrase", "passwd", "password", "passwords", "pwd",
-    "secret", "secrets", "token",
-}  # fmt: skip
 _WANDB_FORBIDDEN = set("/\\#?%:")
 
 
@@ -81,6 +77,18 @@ def _length(config: Config) -> Iterator[Problem]:
         rule = f"the warm-up must be shorter than the run's {total} steps"
         fix = f"write lr_schedule.warmup={total // 10}, or leave it null; or lengthen the run"
         yield Problem("lr_schedule.warmup", show(warmup), rule, fix, (*pair, *reads))
+
+
+def _decay(config: Config) -> Iterator[Problem]:
+    schedule, total = config.lr_schedule, total_steps(config)
+    warmup = schedule.warmup if schedule.warmup is not None else 0
+    if schedule.name != "wsd" or total < 1 or warmup + schedule.decay_share * total <= total:
+        return
+    rule = f"the last {schedule.decay_share:.0%} of {total} steps decay, and {warmup} steps of warm-up reach into them"
+    fix = f"write lr_schedule.decay_share={(total - warmup) / total:.2g} or less, or a shorter lr_schedule.warmup"
+    yield Problem(
+        "lr_schedule.decay_share", show(schedule.decay_share), rule, fix, ("lr_schedule.warmup", "train.steps")
+    )
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -217,8 +225,7 @@ def _secrets(config: Config) -> Iterator[Problem]:
 def _secret_keys(prefix: str, notes: Mapping[str, Any]) -> Iterator[str]:
     for name, value in notes.items():
         key = f"{prefix}.{name}"
-        spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
-        if _SECRET_WORDS & set(re.split(r"[\W_]+", spaced.lower())):
+        if looks_secret(name):
             yield key
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, Mapping):
@@ -226,6 +233,6 @@ def _secret_keys(prefix: str, notes: Mapping[str, Any]) -> Iterator[str]:
 
 
 _RULES: Sequence[Callable[[Config], Iterator[Problem]]] = (
-    _names, _length, _batch, _heads, _rope, _vocabulary, _corpus, _sources,
+    _names, _length, _decay, _batch, _heads, _rope, _vocabulary, _corpus, _sources,
     _formats, _resuming, _reports, _secrets,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
@@ -33,6 +34,10 @@ _ELSEWHERE = {
     "warmup_steps": "lr_schedule.warmup",
 }
 """Names that other trainers use for the same thing."""
+_SECRET_WORDS = {
+    "apikey", "credential", "credentials", "key", "passphrase", "passwd", "password", "passwords", "pwd",
+    "secret", "secrets", "token",
+}  # fmt: skip
 
 
 def close(word: str, known: Iterable[str], count: int = 1) -> list[str]:
@@ -74,13 +79,20 @@ def _shared(known: str, asked: str) -> int:
     return int(head == known.split(".", 1)[0]) * 2 + int(bool(close(head, [known.split(".", 1)[0]])))
 
 
+def looks_secret(name: str) -> bool:
+    """Whether a key's name says that its value must not be shown or written anywhere."""
+    spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
+    return bool(_SECRET_WORDS & set(re.split(r"[\W_]+", spaced.lower())))
+
+
 def unknown_key(key: str, value: str | None, known: Mapping[str, Leaf]) -> Problem:
     """The problem of a key that the schema does not have."""
     likely = likely_keys(key, known)
+    value = "(not shown)" if value is not None and looks_secret(key) else value
     rule = f"unknown key `{key}`"
     if likely:
         rule += "; did you mean " + " or ".join(f"`{each}`" for each in likely) + "?"
-        shown = value if value is not None else "VALUE"
+        shown = value if value not in (None, "(not shown)") else "VALUE"
         fix = f"write {likely[0]}={shown}" if likely[0] in known else f"use the keys of {likely[0]}"
     else:
         head = key.split(".", 1)[0]

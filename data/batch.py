@@ -36,8 +36,6 @@ class MicroBatch:
     """Place inside the attention segment, from 0, [T] int64."""
     cu_seqlens: torch.Tensor
     """Start of each attention segment, and T at the end, [D + 1] int32."""
-    max_seqlen: int
-    """Length of the longest attention segment, in tokens."""
     samples: range
     """Global numbers of the samples; fewer than the rows where a validation batch is filled up."""
 
@@ -46,12 +44,6 @@ class MicroBatch:
         """Positions with a target."""
         # By numpy: torch would wake its thread pool, beside the training's own work.
         return int(np.count_nonzero(self.labels.numpy() != IGNORE))
-
-    @property
-    def sum_squared_lengths(self) -> int:
-        """Sum of the attention segments' squared lengths, which attention's work is proportional to."""
-        lengths = np.diff(self.cu_seqlens.numpy()).astype(np.int64)
-        return int(lengths @ lengths)
 
 
 @dataclass(frozen=True)
@@ -64,8 +56,6 @@ class StepBatch:
     """Positions with a target: the loss is divided by it."""
     tokens: int
     """All positions."""
-    sum_squared_lengths: int
-    """Sum of the attention segments' squared lengths, in tokens^2."""
     samples: range
     """Global numbers of the samples."""
 
@@ -76,7 +66,6 @@ def step_batch(micro_batches: Sequence[MicroBatch], samples: range) -> StepBatch
         micro_batches=tuple(micro_batches),
         valid_tokens=sum(micro_batch.valid_tokens for micro_batch in micro_batches),
         tokens=sum(micro_batch.tokens.numel() for micro_batch in micro_batches),
-        sum_squared_lengths=sum(micro_batch.sum_squared_lengths for micro_batch in micro_batches),
         samples=samples,
     )
 
@@ -115,7 +104,6 @@ class Packer:
             labels=torch.from_numpy(labels.reshape(-1)),
             positions=torch.from_numpy(positions),
             cu_seqlens=torch.from_numpy(segments.astype(np.int32)),
-            max_seqlen=int(lengths.max()),
             samples=samples,
         )
 

@@ -55,7 +55,9 @@ class StepClock:
         now = time.perf_counter()
         total = now - self.started
         parts = self.parts
-        claimed = sum(seconds for name, seconds in parts.items() if name != "other")
-        parts["other"] = max(0.0, total - claimed)
+        claimed = sum(parts.values())
+        hidden = min(parts["data"], max(0.0, claimed - total))  # waiting that the device's work covered
+        parts["data"] -= hidden
+        parts["other"] = max(0.0, total - (claimed - hidden))
         self.started, self.parts = now, dict.fromkeys(PARTS, 0.0)
         return total, parts

@@ -49,10 +49,13 @@ class Reporter:
         self.lines.write(clean)
         self.wandb.write(clean)
 
-    def close(self) -> None:
-        """Close every sink but the console."""
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Close every sink but the console; W&B learns how the run ended."""
         self.lines.close()
-        self.wandb.close()
+        self.wandb.close(0 if error is None else getattr(error, "exit_code", 1))
 
 
 def step_line(record: dict[str, Any], last_step: int, seconds_left: float) -> str:

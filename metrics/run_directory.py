@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,12 @@ from errors import ConfigRefused, Refused
 from files import write_whole
 from metrics.sinks import Console
 
-_STATES = {2: "refused", 3: "refused", 4: "diverged", 75: "stopped"}
+
+class _Held(ConfigRefused):
+    """Another process has the folder: its status is not ours to write."""
+
+
+_STATES = {130: "interrupted", 2: "refused", 3: "refused", 4: "diverged", 75: "stopped"}
 _REPORTED = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors", "sentencepiece", "wandb", "transformer-engine")
 
 
@@ -40,15 +46,21 @@ class RunDirectory:
         """Put there by anyone to ask for a save and an end."""
         return self.path / "stop"
 
-    def prepare(self, config_yaml: str, overrides: list[str]) -> None:
-        """Make the folder and write what the run was started with."""
+    def prepare(self, config_yaml: str, overrides: list[str], step: int) -> None:
+        """Make the folder, write what the run is started with, and count the attempt; `step` is where it goes on."""
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
+            write_whole(self.path / "config.yaml", config_yaml)
+            write_whole(self.path / "overrides.txt", "".join(f"{line}\n" for line in overrides))
+            write_whole(self.path / "environment.txt", describe_environment())
+            self.write_status("running", None, step, self.status().get("attempt", 0) + 1)
         except OSError as error:
-            raise ConfigRefused(f"run.dir: cannot make the run's folder {self.path} ({error}); set run.dir") from error
-        write_whole(self.path / "config.yaml", config_yaml)
-        write_whole(self.path / "overrides.txt", "".join(f"{line}\n" for line in overrides))
-        write_whole(self.path / "environment.txt", describe_environment())
+            raise ConfigRefused(f"run.dir: cannot write the run's folder {self.path} ({error}); set run.dir") from error
+
+    def finish(self, state: str, step: int) -> None:
+        """State done (or paused, by train.stop_at) with code 0; a request to stop is thereby met."""
+        self.write_status(state, 0, step, self.status().get("attempt", 1))
+        self.stop_file.unlink(missing_ok=True)
 
     def status(self) -> dict[str, Any]:
         """The last status written, or {} where there is none."""
@@ -58,31 +70,57 @@ class RunDirectory:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def wandb_id(self) -> str:
-        """Id of this run in W&B: eight hex digits drawn at its first start, then always the same."""
+    def wandb_id(self, kept: str | None) -> str:
+        """Id of this run in W&B: this folder's, else the checkpoint's, else eight new hex digits."""
         file = self.path / "wandb" / "run_id"
         if not file.is_file():
             file.parent.mkdir(exist_ok=True)
-            write_whole(file, os.urandom(4).hex() + "\n")
+            write_whole(file, (kept or os.urandom(4).hex()) + "\n")
         return file.read_text(encoding="utf-8").strip()
 
     @contextmanager
     def attempt(self, console: Console) -> Iterator[None]:
         """Around one start of the run: whatever ends it is written to status.json, if the folder was made."""
         try:
-            yield
+            with self._held():
+                yield
         except BaseException as error:
-            code = error.exit_code if isinstance(error, Refused) else 1
-            status = self.status()
-            if status:
-                self.write_status(_STATES.get(code, "failed"), code, status["step"], status["attempt"])
-            console.note(str(error) if isinstance(error, Refused) else "".join(format_exception(error)))
+            if not isinstance(error, _Held):
+                self._record_end(error, console)
             raise
         finally:
             console.close()
 
+    def _record_end(self, error: BaseException, console: Console) -> None:
+        """Write how the start ended; on a full disk the error itself matters more."""
+        code = error.exit_code if isinstance(error, Refused) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        with suppress(OSError):
+            status = self.status()
+            if status:
+                self.write_status(_STATES.get(code, "failed"), code, status["step"], status["attempt"])
+            console.note(str(error) if isinstance(error, Refused) else "".join(format_exception(error)))
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the run's lock, which the system drops when the process ends, however it ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / ".lock").open("a")
+        except OSError as error:
+            raise ConfigRefused(f"run.dir: cannot write the run's folder {self.path} ({error}); set run.dir") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise _Held(
+                    f"another process is training in {self.path}; wait for it, or set another run.name"
+                ) from error
+            except OSError:  # a file system without locks
+                pass
+            yield
+
     def write_status(self, state: str, code: int | None, step: int, attempt: int) -> None:
-        """state: running, done, paused, stopped, refused, diverged or failed; code: None while running."""
+        """state: running, done, paused, stopped, refused, diverged, interrupted or failed; code: None while running."""
         record = {"state": state, "code": code, "step": step, "attempt": attempt}
         write_whole(self.status_file, json.dumps(record) + "\n")
 

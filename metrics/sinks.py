@@ -6,9 +6,11 @@ import json
 import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from errors import ConfigRefused, DataRefused
 from metrics.config import MetricsConfig
 
 
@@ -86,12 +88,16 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record that holds finite numbers only."""
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(record, allow_nan=False) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise DataRefused(f"cannot write {self.file.name}: {error}; make room and start again") from error
 
     def close(self) -> None:
         """Close the file."""
-        self.file.close()
+        with suppress(OSError):
+            self.file.close()
 
 
 class Wandb:
@@ -100,18 +106,30 @@ class Wandb:
     def __init__(
         self, config: MetricsConfig, directory: Path, name: str, run_id: str, settings: dict[str, Any]
     ) -> None:
-        self.run = None
+        self.run: Any = None
         if config.wandb == "disabled":
             return
         import wandb
 
-        self.run = wandb.init(
+        try:
+            self.run = self._start(wandb, config, directory, name, run_id, settings)
+        except wandb.errors.Error as error:
+            raise ConfigRefused(
+                f"metrics.wandb={config.wandb}: W&B does not start ({error}); check the network and the login, or "
+                f"write metrics.wandb=offline"
+            ) from error
+        self.run.define_metric("train/step")
+        self.run.define_metric("*", step_metric="train/step")
+
+    @staticmethod
+    def _start(
+        wandb: Any, config: MetricsConfig, directory: Path, name: str, run_id: str, settings: dict[str, Any]
+    ) -> Any:
+        return wandb.init(
             project=config.wandb_project, entity=config.wandb_entity, group=config.wandb_group,
             tags=list(config.wandb_tags), name=name, id=run_id, resume="allow", mode=config.wandb,
             dir=directory, config=settings, settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
-        self.run.define_metric("train/step")
-        self.run.define_metric("*", step_metric="train/step")
 
     def write(self, record: dict[str, Any]) -> None:
         """Log a step's record as train/..., an event's as <event>/...; Nones are left out."""
@@ -122,10 +140,10 @@ class Wandb:
         flat["train/step"] = record["step"]
         self.run.log({k: v for k, v in flat.items() if v is not None})
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Finish the W&B run."""
         if self.run is not None:
-            self.run.finish()
+            self.run.finish(exit_code)
             self.run = None
 
 

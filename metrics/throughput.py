@@ -4,21 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Dense bf16/fp16 peaks in TFLOP/s, from the vendors' data sheets (never the figure with sparsity).
-_BF16_PEAKS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100", 989.0), ("A100", 312.0))
-# fp32 without tensor cores, and fp64 with them where there are any.
-_FP32_PEAKS = (("B200", 75.0), ("H200", 67.0), ("H100 PCIe", 51.0), ("H100", 67.0), ("A100", 19.5))
-_FP64_PEAKS = (("B200", 37.0), ("H200", 67.0), ("H100 PCIe", 51.0), ("H100", 67.0), ("A100", 19.5))
-
-
-def published_peak(device_name: str, precision: str) -> float | None:
-    """FLOP/s of a known accelerator in a precision; None for one that is not in the table."""
-    table = {"fp64": _FP64_PEAKS, "fp32": _FP32_PEAKS}.get(precision, _BF16_PEAKS)
-    for name, tflops in table:
-        if all(word in device_name for word in name.split()):
-            return tflops * 1e12
-    return None
-
 
 @dataclass(frozen=True)
 class Throughput:

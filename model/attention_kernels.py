@@ -115,7 +115,7 @@ def fused_attention(
     Returns:
         [B, S, heads, d].
     """
-    if cu_seqlens is not None and q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+    if cu_seqlens is not None and _flash_takes(q):
         from torch.nn.attention.varlen import varlen_attn
 
         left = -1 if window is None else window - 1
@@ -132,6 +132,13 @@ def fused_attention(
         attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2)
+
+
+def _flash_takes(q: Tensor) -> bool:
+    """Whether the flash kernel is made for q [..., head_dim]: half precision, Ampere or newer, even heads."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _visible(first: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from checkpoint.store import TOKENIZER, locate, model_tensors, read_state
@@ -84,8 +85,16 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def _checkpoints(run: Path) -> Path:
+    """The folder that a run's configuration names for its checkpoints, else the path itself."""
+    file = run / "config.yaml"
+    config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    elsewhere = config.get("checkpoint", {}).get("dir")
+    return Path(elsewhere).expanduser() if elsewhere else run
+
+
 def _run(options: argparse.Namespace) -> None:
-    checkpoint = locate(options.run)
+    checkpoint = locate(_checkpoints(options.run))
     tokenizer = checkpoint / TOKENIZER
     if not tokenizer.is_file():
         raise DataRefused(f"{checkpoint} was trained without a known tokenizer: no text can be encoded for it")

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -100  # label of a token without a target
+from data.batch import IGNORE
+
+_NO_GRADIENT = (None,) * 5  # of what is neither input nor weight
 _ROWS = 32  # rows of logits worked on at a time on a CPU, so that their fp32 form stays in the cache
 
 
@@ -64,7 +66,7 @@ def _row_terms(logits: Tensor, labels: Tensor, z_loss: float, scale: float | Non
         if z_loss:
             grad *= 1.0 + 2.0 * z_loss * lse
         grad.scatter_add_(1, target, -torch.ones_like(log_target))
-        logits.copy_(grad.mul_(valid * scale))
+        logits.copy_(grad.mul_(valid).mul_(scale))
     return losses, squares
 
 
@@ -73,11 +75,17 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, settings: LossSettings, scale: float, terms: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        settings: LossSettings,
+        scale: float,
+        terms: Any,
+        with_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
         losses, squares = (torch.zeros((), dtype=wide, device=x.device) for _ in range(2))
-        with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dx = torch.empty_like(x) if with_grad else None
         dw = torch.zeros_like(weight, dtype=wide) if with_grad else None
         for begin in range(0, len(x), settings.chunk):
@@ -96,8 +104,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
         if grad.device.type == "cpu" and grad.item() == 1.0:  # as in training; elsewhere asking would wait
-            return dx, dw, None, None, None, None
-        return dx * grad.to(dx.dtype), dw * grad, None, None, None, None
+            return dx, dw, *_NO_GRADIENT
+        return dx * grad.to(dx.dtype), dw * grad, *_NO_GRADIENT
 
 
 def chunked_loss(
@@ -115,5 +123,7 @@ def chunked_loss(
     Returns:
         Objective (differentiable, scaled), sum of cross-entropy in nats, sum of logsumexp^2.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(x, weight, labels, settings, scale, terms)
+    result: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(
+        x, weight, labels, settings, scale, terms, torch.is_grad_enabled()
+    )
     return result

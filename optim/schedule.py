@@ -31,18 +31,22 @@ def lr_share(config: ScheduleConfig, step: int, total: int) -> float:
     warmup = warmup_steps(config, total)
     if step < warmup:
         return (step + 1) / warmup
-    done = min(1.0, (step + 1 - warmup) / max(1, total - warmup))
+    if config.name == "wsd":
+        done = 1.0 - (total - step - 1) / (config.decay_share * total)
+    else:
+        done = (step + 1 - warmup) / max(1, total - warmup)
+    done = min(1.0, max(0.0, done))
     return config.min_ratio + (1.0 - config.min_ratio) * _shape(config, done)
 
 
 def _shape(config: ScheduleConfig, done: float) -> float:
-    """From 1 down to 0 (constant: 1) as `done` goes from 0 to 1 over the steps after the warm-up."""
+    """From 1 down to 0 (constant: 1) as `done` goes from 0 to 1 over the decay."""
     if config.name == "constant":
         return 1.0
     if config.name == "linear":
         return 1.0 - done
     if config.name == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
-    r = max(0.0, 1.0 - (1.0 - done) / config.decay_share)
-    shapes = {"linear": 1.0 - r, "cosine": 0.5 * (1.0 + math.cos(math.pi * r)), "sqrt": 1.0 - math.sqrt(r)}
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    shapes = {"linear": 1.0 - done, "cosine": cosine, "sqrt": 1.0 - math.sqrt(done)}
     return shapes[config.decay_shape]

@@ -12,10 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from metrics.throughput import published_peak
 from parallel.precision import PrecisionConfig
 
 Say = Callable[[str], None]
+# Dense bf16/fp16 peaks in TFLOP/s, from the vendors' data sheets (never the figure with sparsity).
+_BF16_PEAKS = (("B200", 2250.0), ("H200", 989.0), ("H100 PCIe", 756.0), ("H100", 989.0), ("A100", 312.0))
+# fp32 without tensor cores, and fp64 with them where there are any.
+_FP32_PEAKS = (("B200", 75.0), ("H200", 67.0), ("H100 PCIe", 51.0), ("H100", 67.0), ("A100", 19.5))
+_FP64_PEAKS = (("B200", 37.0), ("H200", 67.0), ("H100 PCIe", 51.0), ("H100", 67.0), ("A100", 19.5))
+# fp32 by tensor cores that round to TF32, dense.
+_TF32_PEAKS = (("B200", 1125.0), ("H200", 494.0), ("H100 PCIe", 378.0), ("H100", 494.0), ("A100", 156.0))
 
 _COMPUTE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 # malloc.h: M_MMAP_MAX = -4 (no block comes straight from the system), M_TRIM_THRESHOLD = -1 and M_TOP_PAD = -2
@@ -59,13 +65,13 @@ def set_up_machine(
     Args:
         device, threads: as in the train config.
         peak: FLOP/s given by the user; None: published, or measured on a CPU (TFLOP/s).
-        matmul: the choice of the run being resumed, which is kept; None: choose.
+        matmul: the choice of the run being resumed, kept where it is still true fp32; None: choose.
         say: prints a line.
     """
     where, count = choose_device(device), choose_threads(threads)
     target = torch.device(where.value)
     torch.set_num_threads(int(count.value))
-    how = Choice(matmul, "as this run began") if matmul else choose_matmul(precision, target)
+    how = choose_matmul(precision, target, matmul)
     torch.set_float32_matmul_precision(how.value)
     dtype = _COMPUTE[precision.name]
     if target.type == "cpu":
@@ -97,11 +103,21 @@ def find_peak(device: torch.device, precision: str, dtype: torch.dtype, given: f
         return given * 1e12, "metrics.peak_tflops"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        published = published_peak(name, precision)
+        published = published_peak(name, precision, torch.get_float32_matmul_precision())
         return (
             (published, f"published dense peak of {name}") if published else (measure_peak(dtype, device), "measured")
         )
     return measure_peak(dtype, device), "measured by products just now"
+
+
+def published_peak(device_name: str, precision: str, matmul: str = "highest") -> float | None:
+    """FLOP/s of a known accelerator in a precision; None for one that is not in the table."""
+    fp32 = _FP32_PEAKS if matmul == "highest" else _TF32_PEAKS
+    table = {"fp64": _FP64_PEAKS, "fp32": fp32}.get(precision, _BF16_PEAKS)
+    for name, tflops in table:
+        if all(word in device_name for word in name.split()):
+            return tflops * 1e12
+    return None
 
 
 def choose_device(asked: str) -> Choice:
@@ -132,11 +148,12 @@ def _seconds(work: Callable[[], object], times: int = 7) -> float:
     return statistics.median(taken)
 
 
-def choose_matmul(config: PrecisionConfig, device: torch.device) -> Choice:
+def choose_matmul(config: PrecisionConfig, device: torch.device, kept: str | None = None) -> Choice:
     """How fp32 products are made, as torch.set_float32_matmul_precision names it.
 
     On some CPUs a lower setting only routes products to a faster library and stays true fp32; on others,
-    and on CUDA, it rounds the inputs. So it is measured: speed, and error against fp64.
+    and on CUDA, it rounds the inputs. So it is measured: speed, and error against fp64. `kept` is the choice
+    of a run that goes on: its speed is not measured again, its error is.
     """
     if config.name != "fp32" or config.matmul != "auto":
         return Choice("highest" if config.matmul == "auto" else config.matmul, f"precision.matmul={config.matmul}")
@@ -144,21 +161,39 @@ def choose_matmul(config: PrecisionConfig, device: torch.device) -> Choice:
         return Choice("highest", "TF32 is not fp32; ask for it with precision.matmul=high")
     before = torch.get_float32_matmul_precision()
     try:
-        return _fastest_true_fp32()
+        return _fastest_true_fp32() if kept is None else _kept_true_fp32(kept)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
+def _operands() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two fp32 matrices [1024, 512] of irregular numbers."""
+    index = torch.arange(1024 * 512, dtype=torch.float32)
+    return torch.sin(index).view(1024, 512), torch.cos(index * 1.7).view(1024, 512)
+
+
+def _product_error(setting: str) -> float:
+    """Largest error of a product under a setting, which stays set, relative to the largest element in fp64."""
+    x, w = _operands()
+    torch.set_float32_matmul_precision(setting)
+    exact = x.double() @ w.double().t()
+    return float((torch.nn.functional.linear(x, w) - exact).abs().max() / exact.abs().max())
+
+
+def _kept_true_fp32(kept: str) -> Choice:
+    """The kept setting, or highest on a machine where it would round."""
+    if kept == "highest" or _product_error(kept) <= _TRUE_FP32:
+        return Choice(kept, "as this run began")
+    return Choice("highest", f"this run began with {kept}, which is not true fp32 on this machine")
+
+
 def _fastest_true_fp32() -> Choice:
     """The fastest setting whose products are fp32, if it is worth leaving the default."""
-    x = torch.sin(torch.arange(1024 * 512, dtype=torch.float32)).view(1024, 512)
-    w = torch.cos(torch.arange(1024 * 512, dtype=torch.float32) * 1.7).view(1024, 512)
-    exact = x.double() @ w.double().t()
+    x, w = _operands()
     seconds, errors = {}, {}
     for setting in ("highest", "high", "medium"):
-        torch.set_float32_matmul_precision(setting)
+        errors[setting] = _product_error(setting)
         seconds[setting] = _seconds(lambda: torch.nn.functional.linear(x, w))
-        errors[setting] = float((torch.nn.functional.linear(x, w) - exact).abs().max() / exact.abs().max())
     for setting in ("medium", "high"):
         gain = seconds["highest"] / seconds[setting]
         if errors[setting] <= _TRUE_FP32 and gain >= _WORTH:

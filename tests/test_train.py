@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import train
 from checkpoint.store import locate, read_tensors
@@ -54,10 +55,16 @@ def test_a_run_leaves_every_file_of_the_contract_and_learns(tiny):
 def test_a_finished_run_started_again_says_so_and_changes_nothing(tiny, capsys):
     assert train.main([*tiny, "train.steps=3"]) == 0
     before = (run_of(tiny) / "metrics.jsonl").read_text()
+    assert train.main([*tiny, "train.steps=3", "optim.lr=0.5"]) == 2
+    assert json.loads((run_of(tiny) / "status.json").read_text())["code"] == 2
+    (run_of(tiny) / "stop").touch()
     capsys.readouterr()
     assert train.main([*tiny, "train.steps=3"]) == 0
     assert "at step 3 of 3: done" in capsys.readouterr().out
     assert (run_of(tiny) / "metrics.jsonl").read_text() == before
+    status = json.loads((run_of(tiny) / "status.json").read_text())
+    assert (status["state"], status["code"]) == ("done", 0)
+    assert not (run_of(tiny) / "stop").exists()
 
 
 def start(overrides):
@@ -185,6 +192,37 @@ def test_a_model_of_a_few_layers_overfits_one_batch(compute):
     assert sums.objective.item() < 0.05
 
 
+def test_skips_stop_the_run_in_time_however_rarely_steps_are_recorded(tiny):
+    options = ["optim.lr=1e38", "lr_schedule.warmup=0", "train.max_skips=4", "metrics.every=1000", "checkpoint.every=2"]
+    assert train.main([*tiny, *options, "checkpoint.keep=0"]) == 4
+    run = run_of(tiny)
+    skips = [r["step"] for r in records(run) if r.get("event") == "skip"]
+    assert len(skips) == 4 and skips == list(range(skips[0], skips[0] + 4))
+    assert json.loads((run / "status.json").read_text())["code"] == 4
+
+
+def test_an_accepted_change_of_the_batch_still_ends_at_the_last_step(tiny):
+    assert train.main([*tiny, "train.stop_at=10"]) == 0
+    for batch, stop_at in ((16, 15), (4, 20)):
+        change = [f"train.global_batch={batch}", f"train.stop_at={stop_at}", "checkpoint.allow=[train.global_batch]"]
+        assert train.main([*tiny, *change]) == 0
+        last = [r for r in records(run_of(tiny)) if "event" not in r][-1]
+        assert last["step"] == stop_at
+    assert last["samples"] == 10 * 8 + 5 * 16 + 5 * 4
+
+
+def test_a_second_process_is_kept_out_of_a_runs_folder(tiny, launch):
+    process = start([*tiny, "train.steps=100000", "checkpoint.every=0"])
+    for said in process.stdout:
+        if said.lstrip().startswith("step"):
+            break
+    second = launch(*tiny)
+    process.kill()
+    process.communicate()
+    assert second.returncode == 2 and "another process is training in" in second.stderr
+    assert json.loads((run_of(tiny) / "status.json").read_text())["state"] == "running"
+
+
 def test_wandb_is_offline_and_one_run_after_a_resume(tiny):
     options = [*tiny, "metrics.wandb=offline", "train.steps=4"]
     for stop_at in (2, 4):
@@ -200,8 +238,11 @@ def test_many_processes_are_refused(tiny, launch):
 
 
 def test_a_compiled_run_trains_as_an_eager_one(tiny):
+    torch._dynamo.reset()
+    counters.clear()
     for name, compiled in (("eager", "false"), ("compiled", "true")):
         assert train.main([*tiny, f"run.name={name}", f"train.compile={compiled}", "train.steps=3"]) == 0
+    assert counters["stats"]["unique_graphs"] >= 2  # a block with gradients, and one without
     eager, fused = losses(run_of(tiny, "eager")), losses(run_of(tiny, "compiled"))
     assert all(fused[s] == pytest.approx(eager[s], rel=1e-5) for s in eager)
     assert validations(run_of(tiny, "compiled"))[3] == pytest.approx(validations(run_of(tiny, "eager"))[3], rel=1e-5)

@@ -67,11 +67,13 @@ def test_what_a_killed_writer_left_is_not_a_checkpoint_and_is_swept(tmp_path):
     assert not list(tmp_path.glob(".*.part"))
 
 
-def test_saving_a_step_again_keeps_the_first_one(tmp_path):
-    first = save(tmp_path, 1)
-    stamp = (first / "state.json").stat().st_mtime_ns
-    assert save(tmp_path, 1) == first
-    assert (first / "state.json").stat().st_mtime_ns == stamp
+def test_saving_a_step_again_replaces_what_is_there(tmp_path):
+    path = save(tmp_path, 1)
+    (path / "tensors.safetensors").write_bytes(b"damaged")
+    (tmp_path / "step_00000002").mkdir()
+    for step in (1, 2):
+        assert store.read_tensors(save(tmp_path, step)).keys() == TENSORS.keys()
+    assert not list(tmp_path.glob(".*.part"))
 
 
 KILLED = """

@@ -11,7 +11,7 @@ from metrics.clock import PARTS, StepClock
 from metrics.config import MetricsConfig
 from metrics.run_directory import RunDirectory, describe_environment
 from metrics.sinks import Console, JsonLines, Wandb, finite_record
-from metrics.throughput import format_duration, published_peak, throughput
+from metrics.throughput import format_duration, throughput
 
 
 def test_parts_of_a_step_add_up_to_the_whole():
@@ -72,21 +72,6 @@ def test_a_status_that_is_damaged_reads_as_none(tmp_path):
     assert directory.status() == {}
     directory.write_status("done", 0, 5, 1)
     assert directory.status() == {"state": "done", "code": 0, "step": 5, "attempt": 1}
-
-
-@pytest.mark.parametrize(
-    "name, precision, tflops",
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "bf16", 989),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5), ("NVIDIA B200", "bf16", 2250),
-    ],
-)  # fmt: skip
-def test_peaks_are_the_published_dense_ones(name, precision, tflops):
-    assert published_peak(name, precision) == tflops * 1e12
-
-
-def test_an_unknown_device_has_no_published_peak():
-    assert published_peak("Riva TNT2", "bf16") is None
 
 
 def test_mfu_is_needed_flops_over_peak_and_hfu_counts_recomputation():

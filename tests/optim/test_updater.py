@@ -8,7 +8,7 @@ from torch import nn
 
 from errors import CheckpointRefused
 from optim.config import OptimConfig
-from optim.updater import Updater, decays
+from optim.updater import Updater, decays, global_norm
 
 
 def small_model(dtype=torch.float32):
@@ -141,3 +141,11 @@ def test_decay_falls_on_matrices_and_on_the_embedding_by_option():
     assert decays("embedding.weight", matrix, config)
     assert not decays("embedding.weight", matrix, replace(config, decay_embeddings=False))
     assert not decays("head.weight", matrix, replace(config, decay_embeddings=False))
+
+
+def test_the_norm_of_millions_of_elements_is_exact_to_a_millionth():
+    ones = [torch.full((16_000_000,), 1e-3), torch.full((3,), 4.0)]
+    assert global_norm(ones).item() == pytest.approx((16.0 + 48.0) ** 0.5, rel=1e-6)
+    spread = [torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)) for _ in range(3)]
+    exact = torch.cat([g.flatten() for g in spread]).double().norm().item()
+    assert global_norm(spread).item() == pytest.approx(exact, rel=1e-6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel import device as device_module
-from parallel.device import choose_matmul, choose_threads, measure_peak, set_up_machine
+from parallel.device import choose_matmul, choose_threads, measure_peak, published_peak, set_up_machine
 from parallel.precision import PrecisionConfig
 
 CPU = torch.device("cpu")
@@ -74,15 +74,43 @@ def test_a_machine_has_its_dtypes_and_says_each_choice(name, compute, master):
     assert len(said) == 4 and any("train.device=cpu" in line for line in said) and "measured" in said[-1]
 
 
-def test_a_resumed_run_keeps_its_fp32_products_and_a_given_peak_counts():
+def test_a_resumed_run_keeps_its_fp32_products_where_they_are_still_true(monkeypatch):
+    real = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: real(x.double(), w.double()).float())
+    assert choose_matmul(PrecisionConfig("fp32"), CPU, "medium").value == "medium"
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: real(x.bfloat16(), w.bfloat16()).float())
+    choice = choose_matmul(PrecisionConfig("fp32"), CPU, "medium")
+    assert choice.value == "highest" and "began with medium" in choice.reason
+    assert choose_matmul(PrecisionConfig("fp32", "highest"), CPU, "medium").value == "highest"
+    assert choose_matmul(PrecisionConfig("fp32"), torch.device("cuda"), "medium").value == "highest"
+
+
+def test_a_given_peak_counts():
     said: list[str] = []
-    machine = set_up_machine("cpu", 1, PrecisionConfig("fp32"), 2.5, "high", said.append)
-    assert machine.matmul == torch.get_float32_matmul_precision() == "high"
-    assert machine.peak == 2.5e12
+    assert set_up_machine("cpu", 1, PrecisionConfig("fp64"), 2.5, None, said.append).peak == 2.5e12
 
 
 def test_the_peak_is_measured_in_a_second():
     assert measure_peak(torch.float32, CPU) > 1e8
+
+
+@pytest.mark.parametrize(
+    "name, precision, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "bf16", 989),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5), ("NVIDIA B200", "bf16", 2250),
+    ],
+)  # fmt: skip
+def test_peaks_are_the_published_dense_ones(name, precision, tflops):
+    assert published_peak(name, precision) == tflops * 1e12
+
+
+def test_an_unknown_device_has_no_published_peak():
+    assert published_peak("Riva TNT2", "bf16") is None
+
+
+def test_tf32_products_are_measured_against_their_own_peak():
+    assert published_peak("NVIDIA H100 80GB HBM3", "fp32", "high") == 494e12
 
 
 FAULTS = """
