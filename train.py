@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from metrics.rank_log import rank_log
 from metrics.reporter import Reporter, peak_memory_gb
 from metrics.run_directory import RunDirectory
 from metrics.sinks import Console, JsonLines, Wandb
+from metrics.stop_request import StopRequest
 from metrics.throughput import throughput
 from model.compiled import compile_regions
 from model.flops import squared_lengths, step_flops
@@ -130,10 +133,12 @@ class Trainer:
         self.vocab_size = config.model.vocab_size or data.vocab_size
         self.shape = replace(config.model, vocab_size=self.vocab_size)
         self.attempt = directory.status()["attempt"]
+        self.announce(saved)
         self.machine = set_up_machine(
             config.train.device, config.train.threads, config.precision, config.metrics.peak_tflops,
             saved.choices.get("matmul") if saved else None, console.say,
         )  # fmt: skip
+        self.peak = self.machine.peak
         self.model = build(self.shape, config.run.seed, self.machine.device, self.machine.master_dtype)
         self.updater = Updater(self.model, config.optim, self.machine.compute_dtype)
         if config.train.compile:
@@ -142,16 +147,27 @@ class Trainer:
         self.loader, self.validation = self.open_data()
         self.peak_lr = peak_lr(config.optim, config.model.hidden)
         warmup = warmup_steps(config.lr_schedule, total_steps(config))
-        console.say(
-            f"learning rate: {self.peak_lr:.2e} "
-            f"({'optim.lr' if config.optim.lr else '0.75 / model.hidden'}), {config.lr_schedule.name} after {warmup} "
-            f"steps of warm-up"
-        )
+        source = "optim.lr" if config.optim.lr is not None else "0.75 / model.hidden"
+        shape = f"{config.lr_schedule.name} after a warm-up of {warmup} steps"
+        console.say(f"learning rate: {self.peak_lr:.2e} ({source}), {shape}")
         self.wandb_id = directory.wandb_id(saved.wandb_id if saved else None)
         self.val_loss = math.nan
         self.clock = StepClock(self.machine.device)
         self.unread: list[tuple[int, StepOutcome]] = []
         self.recorded = 0
+
+    def announce(self, saved: RunState | None) -> None:
+        """What begins, where, and how long it is."""
+        train, checkpoint = self.config.train, self.config.checkpoint
+        begin = saved.step if saved else 0
+        self.console.say(f"run {run_name(self.config)} in {self.directory.path}, attempt {self.attempt}")
+        self.console.say(
+            f"steps {begin + 1} to {self.last} of {total_steps(self.config)}, "
+            f"{train.global_batch * train.seq_len:,} tokens each; "
+            f"a checkpoint every {checkpoint.every or self.last} steps; W&B {self.config.metrics.wandb}"
+        )
+        if self.attempt > 1 and saved is None:
+            self.console.say("no checkpoint was saved by the attempts before: beginning at the first step")
 
     def open_data(self) -> tuple[TrainLoader, list[MicroBatch]]:
         """The loader of training steps, and the held-out micro-batches (none without a held-out corpus)."""
@@ -190,7 +206,8 @@ class Trainer:
     def train(self) -> int:
         """Train to the last step of this start; the exit code."""
         config = self.config
-        with self.open_reports() as report, self.loader as loader:
+        stop = StopRequest(self.directory.stop_file)
+        with stop.listening(), self.recording_where_it_ends(), self.open_reports() as report, self.loader as loader:
             if self.progress.step:
                 report.event("resume", self.progress.step, f"going on after step {self.progress.step}")
             self.clock.finish()
@@ -201,15 +218,27 @@ class Trainer:
                     self.report_step(report, batch, loss, z_square, lr)
                 if self.validation and self.due(config.train.eval_every):
                     self.evaluate(report)
-                stop = self.directory.stop_file.exists() and self.progress.step < self.last
-                if stop or len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
+                asked = stop.asked if self.progress.step < self.last else None
+                if asked or len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
                     self.read_skips(report)
-                if stop or self.due(config.checkpoint.every):
+                if asked or self.due(config.checkpoint.every):
                     self.save(report)
-                if stop:
+                if asked:
                     self.directory.stop_file.unlink(missing_ok=True)
-                    raise StopRequested(f"stopped on request after step {self.progress.step}; start it again to go on")
+                    raise StopRequested(
+                        f"stopped by {asked} after step {self.progress.step}; the same command goes on from there"
+                    )
             return self.finish(report)
+
+    @contextmanager
+    def recording_where_it_ends(self) -> Iterator[None]:
+        """Whatever breaks the training off, status.json has the step that was reached."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                self.directory.write_status("running", None, self.progress.step, self.attempt)
+            raise
 
     @property
     def last_sample(self) -> int:
@@ -255,7 +284,10 @@ class Trainer:
         seconds, parts = self.clock.finish()
         working = (seconds - parts["evaluation"] - parts["checkpoint"]) / steps
         pairs = sum(squared_lengths(m.cu_seqlens, self.shape.window) for m in batch.micro_batches)
-        speed = throughput(batch.tokens, step_flops(self.shape, batch.tokens, pairs), 0, working, self.machine.peak)
+        needed = step_flops(self.shape, batch.tokens, pairs)
+        if self.machine.measured:  # by a busy machine, perhaps: no step is faster than the peak
+            self.peak = max(self.peak, needed / working)
+        speed = throughput(batch.tokens, needed, 0, working, self.peak)
         aux = {"z_loss": config.model.z_loss * z_square.item()} if config.model.z_loss else {}
         report.step({
             "step": progress.step, "loss": value, "aux": aux, "grad_norm": norm, "lr": lr,
@@ -321,18 +353,16 @@ class Trainer:
     def finish(self, report: Reporter) -> int:
         """Say how good the model is and let it speak; exit code 0."""
         whole = total_steps(self.config)
+        state = "done" if self.progress.step >= whole else "paused"
         if self.validation:
             self.console.say(
                 f"validation loss {self.val_loss:.3f} nats/token; guessing by frequency alone (unigram entropy) "
                 f"gives {self.data.unigram_entropy:.3f}"
             )
-        if self.config.train.sample_prompt is not None and self.data.tokenizer is not None:
-            text = continue_text(
-                self.model, Tokenizer(self.data.tokenizer), self.config.train.sample_prompt,
-                count=80, context=self.config.train.seq_len, temperature=0.8, top_k=50, seed=0,
-            )  # fmt: skip
-            self.console.say(f"a sample:\n{text}")
-        state = "done" if self.progress.step >= whole else "paused"
+        prompt, path = self.config.train.sample_prompt, self.data.tokenizer
+        if state == "done" and prompt is not None and path is not None:
+            options = {"count": 80, "context": self.config.train.seq_len, "temperature": 0.8, "top_k": 50, "seed": 0}
+            self.console.say(f"a sample:\n{continue_text(self.model, Tokenizer(path), prompt, **options)}")
         self.console.say(f"{state} at step {self.progress.step} of {whole}: {self.directory.path}")
         self.directory.finish(state, self.progress.step)
         return 0

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,10 @@ from errors import CheckpointRefused
 from files import sync, write_whole
 
 FORMAT = 1  # raised when a reader of the old form would misread the new one
+_STATE_TYPES = {
+    "step": int, "samples": int, "tokens": int, "updates": int, "data": dict, "config": dict, "vocab_size": int,
+    "choices": dict,
+}  # fmt: skip
 TENSORS, STATE, TOKENIZER, LATEST = "tensors.safetensors", "state.json", "tokenizer.model", "latest"
 
 
@@ -63,10 +69,15 @@ def step_name(step: int) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
+    return [path for path in _steps(folder) if (path / STATE).is_file()]
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Everything in the folder that has a checkpoint's name, oldest first."""
     if not folder.is_dir():
         return []
-    found = [p for p in folder.iterdir() if p.name.startswith("step_") and (p / STATE).is_file()]
-    return sorted(found, key=lambda p: p.name)
+    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def newest(folder: Path) -> Path | None:
@@ -92,6 +103,8 @@ def save(
     try:
         return _save(folder, tensors, state, keep, tokenizer)
     except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            _sweep(folder)
         raise CheckpointRefused(
             f"cannot write a checkpoint into {folder}: {error}; make room or set checkpoint.dir to a folder "
             f"that can be written. The checkpoints before it are whole"
@@ -151,10 +164,14 @@ def read_state(path: Path) -> RunState:
     found = raw.get("format") if isinstance(raw, dict) else None
     if found != FORMAT:
         raise CheckpointRefused(f"{file} has format {found}, this version reads format {FORMAT}")
-    try:
-        return RunState(**raw)
-    except TypeError as error:
-        raise CheckpointRefused(f"{file} does not hold a run's state: {error}") from error
+    wrong = [key for key, kind in _STATE_TYPES.items() if not isinstance(raw.get(key), kind)]
+    unknown = raw.keys() - {each.name for each in fields(RunState)}
+    if wrong or unknown:
+        raise CheckpointRefused(
+            f"{file} does not hold a run's state ({', '.join(sorted({*wrong, *unknown}))}): it is damaged; remove the "
+            f"folder {path} to go on from the checkpoint before it"
+        )
+    return RunState(**raw)
 
 
 def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
@@ -187,6 +204,7 @@ def find(resume: str, folder: Path) -> Path | None:
     Raises:
         CheckpointRefused: the path holds no checkpoint, or a new run was asked for where one exists.
     """
+    _check_folder(folder)
     own = newest(folder)
     if resume == "none" and own is not None:
         raise CheckpointRefused(
@@ -196,6 +214,16 @@ def find(resume: str, folder: Path) -> Path | None:
     if resume in ("auto", "none") or own is not None:
         return own
     return locate(Path(resume).expanduser())
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder of checkpoints that is none, or holds a checkpoint without its state (a rename makes it whole
+    at once, so something else has been there)."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointRefused(f"{folder} is a file, but must be the folder of the checkpoints; remove it")
+    for path in _steps(folder):
+        if not (path / STATE).is_file():
+            raise CheckpointRefused(f"{path} has no {STATE}: it is damaged; remove it to go on from the one before it")
 
 
 def locate(path: Path) -> Path:

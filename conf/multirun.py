@@ -75,7 +75,7 @@ def plan(overrides: Sequence[str], config_dir: str | None = None) -> list[Job]:
 
 
 def _launch_problems() -> list[Problem]:
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return []
     rule = "a sweep starts its own processes, but this one is already a rank of a launcher"
     return [Problem("--multirun", None, rule, "start the sweep with python, or each run with torchrun")]

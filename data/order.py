@@ -124,9 +124,8 @@ class SampleOrder:
         place = "a different place each epoch" if self._shuffle else "the end of the stream"
         share = self.uncovered / self.tokens
         return (
-            f"an epoch is {self.samples_per_epoch:,} samples of {self.seq_len:,} tokens; "
-            f"{self.uncovered:,} of {self.tokens:,} tokens ({share:.2%}) fill no whole sample and are "
-            f"left out, at {place}"
+            f"{self.samples_per_epoch:,} samples of {self.seq_len:,} tokens an epoch, "
+            f"{self.uncovered:,} tokens ({share:.2%}) left over at {place}"
         )
 
     def start(self, sample: int) -> int:

@@ -186,18 +186,18 @@ def _self_prepared(config: DataConfig, name: str, say: Say, root: Path | None) -
     folder = Path(config.cache).expanduser() / f"{name}-{fingerprint[:16]}"
     _prepare_once(folder, lambda target, note: _build(target, documents, config, say, note), say)
     try:
-        return _opened(folder, name, fingerprint, has_validation=config.held_out > 0)
+        return _opened(folder, name, has_validation=config.held_out > 0)
     except DataRefused as error:
         raise DataRefused(f"{error} (it was prepared here: delete {folder} and start again)") from error
 
 
-def _opened(folder: Path, name: str, fingerprint: str, has_validation: bool) -> ReadyData:
+def _opened(folder: Path, name: str, has_validation: bool) -> ReadyData:
     tokenizer = folder / "tokenizer.model"
     prefixes = [folder / part for part in ("train", "validation")[: 1 + has_validation]]
     found = hashlib.sha256(read_model(tokenizer)).hexdigest()
     parts = []
-    for prefix in prefixes:
-        corpus = IndexedCorpus(prefix)
+    corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+    for prefix, corpus in zip(prefixes, corpora, strict=True):
         metadata = _metadata(corpus)
         if metadata is None or metadata.tokenizer != found:
             raise DataRefused(f"{prefix}.json is missing or names another tokenizer than {tokenizer}")
@@ -210,7 +210,7 @@ def _opened(folder: Path, name: str, fingerprint: str, has_validation: bool) -> 
         vocab_size=train.vocab_size,
         unigram_entropy=train.unigram_entropy,
         bytes_per_token=train.bytes_per_token,
-        fingerprint=fingerprint,
+        fingerprint=corpora[0].fingerprint(),
     )
 
 

@@ -32,6 +32,7 @@ def read_records(run: Path) -> list[Record]:
 def draw(records: list[Record], title: str, output: Path) -> None:
     """Loss, norm and learning rate, speed, and where the time went, into an image file."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     steps = [r for r in records if "event" not in r]
     if not steps:
@@ -51,12 +52,16 @@ def draw(records: list[Record], title: str, output: Path) -> None:
         title="where a step's time goes (s)", xlabel="step", ylim=(0, 3 * _median([r["step_time"] for r in steps]))
     )
     time.legend(fontsize="x-small", ncols=3)
+    for axes in (loss, speed, norm, time):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(output, dpi=110)
 
 
 def _draw_loss(axes: Any, at: list[int], steps: list[Record], validations: list[Record]) -> None:
     axes.plot(at, [_number(r["loss"]) for r in steps], linewidth=0.8, label="training")
-    axes.plot([r["step"] for r in validations], [_number(r["val_loss"]) for r in validations], "o-", label="validation")
+    if validations:
+        held = [_number(r["val_loss"]) for r in validations]
+        axes.plot([r["step"] for r in validations], held, "o-", label="validation")
     axes.set(title="loss (nats a token)")
     axes.legend()
 

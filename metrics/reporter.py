@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,17 +27,19 @@ class Reporter:
     """W&B, possibly disabled."""
     attempt: int
     """How many times this run has been started."""
-    first_step: int
-    """Steps done before this start."""
     last_step: int
     """Where this start will stop."""
-    began: float = field(default_factory=time.perf_counter)
-    """When this start's first step began, by time.perf_counter."""
+    total_steps: int
+    """Where the run will end."""
+    recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=30))
+    """(step, time.perf_counter) of the latest records, for the time that is left."""
 
     def step(self, record: dict[str, Any]) -> None:
         """Record one step; keys as in the contract of metrics.jsonl."""
-        pace = (time.perf_counter() - self.began) / (record["step"] - self.first_step)
-        self.console.say(step_line(record, self.last_step, (self.last_step - record["step"]) * pace))
+        self.recent.append((record["step"], time.perf_counter()))
+        (first, began), (step, now) = self.recent[0], self.recent[-1]
+        pace = (now - began) / (step - first) if step > first else record["step_time"]
+        self.console.say(step_line(record, self.total_steps, (self.last_step - step) * pace))
         self._send({"step": record["step"], "attempt": self.attempt} | record)
 
     def event(self, kind: str, step: int, text: str, **values: Any) -> None:
@@ -58,15 +61,16 @@ class Reporter:
         self.wandb.close(0 if error is None else getattr(error, "exit_code", 1))
 
 
-def step_line(record: dict[str, Any], last_step: int, seconds_left: float) -> str:
-    """The one line a step."""
-    waited = record["time"]["data"] / record["step_time"] if record["step_time"] else 0.0
+def step_line(record: dict[str, Any], total_steps: int, seconds_left: float) -> str:
+    """The one line a step; seconds without validation and saving, which have lines of their own."""
+    working = record["step_time"] - record["time"]["evaluation"] - record["time"]["checkpoint"]
+    waited = record["time"]["data"] / working if working > 0 else 0.0
+    waiting = f"data wait {waited:.0%} | " if waited >= 0.01 else ""
     skipped = f" | skipped {record['skipped']}" if record["skipped"] else ""
     return (
-        f"step {record['step']:>{len(str(last_step))}}/{last_step} | loss {record['loss']:.4f} | "
+        f"step {record['step']:>{len(str(total_steps))}}/{total_steps} | loss {record['loss']:.4f} | "
         f"norm {record['grad_norm']:.3f} | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f} tok/s | "
-        f"mfu {record['mfu']:.0%} | data wait {waited:.0%} | {record['step_time']:.3f} s/step | "
-        f"eta {format_duration(seconds_left)}{skipped}"
+        f"mfu {record['mfu']:.0%} | {waiting}{working:.3f} s/step | eta {format_duration(seconds_left)}{skipped}"
     )
 
 

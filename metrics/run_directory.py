@@ -16,7 +16,7 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
-from errors import ConfigRefused, Refused
+from errors import ConfigRefused, DataRefused, Refused
 from files import write_whole
 from metrics.sinks import Console
 
@@ -68,7 +68,7 @@ class RunDirectory:
             found = json.loads(self.status_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) and isinstance(found.get("attempt"), int) else {}
 
     def wandb_id(self, kept: str | None) -> str:
         """Id of this run in W&B: this folder's, else the checkpoint's, else eight new hex digits."""
@@ -82,7 +82,7 @@ class RunDirectory:
     def attempt(self, console: Console) -> Iterator[None]:
         """Around one start of the run: whatever ends it is written to status.json, if the folder was made."""
         try:
-            with self._held():
+            with self._held(), self._refusing_what_the_system_refuses():
                 yield
         except BaseException as error:
             if not isinstance(error, _Held):
@@ -91,14 +91,25 @@ class RunDirectory:
         finally:
             console.close()
 
+    @contextmanager
+    def _refusing_what_the_system_refuses(self) -> Iterator[None]:
+        """A full disk, a folder where a file should be, a missing permission: a message, and the trace in the log."""
+        try:
+            yield
+        except OSError as error:
+            raise DataRefused(
+                f"the system refused a file of the run in {self.path}: {error}; make room or mend it, then start again"
+            ) from error
+
     def _record_end(self, error: BaseException, console: Console) -> None:
         """Write how the start ended; on a full disk the error itself matters more."""
         code = error.exit_code if isinstance(error, Refused) else 130 if isinstance(error, KeyboardInterrupt) else 1
         with suppress(OSError):
             status = self.status()
             if status:
-                self.write_status(_STATES.get(code, "failed"), code, status["step"], status["attempt"])
-            console.note(str(error) if isinstance(error, Refused) else "".join(format_exception(error)))
+                self.write_status(_STATES.get(code, "failed"), code, status.get("step", 0), status.get("attempt", 1))
+            plain = isinstance(error, Refused) and error.__cause__ is None
+            console.note(str(error) if plain else "".join(format_exception(error)))
 
     @contextmanager
     def _held(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from contextlib import suppress
@@ -31,7 +32,10 @@ class Console:
 
     def say(self, line: str) -> None:
         """Print one line."""
-        print(line, file=self.stream, flush=True)
+        try:
+            print(line, file=self.stream, flush=True)
+        except BrokenPipeError:  # nobody reads any more; the log still does
+            self.stream = Path(os.devnull).open("w")  # noqa: SIM115
         if self.log is None:
             self.early.append(line)
         else:
@@ -39,8 +43,9 @@ class Console:
 
     def _write(self, line: str) -> None:
         if self.log is not None:
-            self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-            self.log.flush()
+            with suppress(OSError):  # a full disk shows itself where it matters
+                self.log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+                self.log.flush()
 
     def note(self, text: str) -> None:
         """Write to log.txt alone, if it is open."""
@@ -49,7 +54,8 @@ class Console:
     def close(self) -> None:
         """Close log.txt."""
         if self.log is not None:
-            self.log.close()
+            with suppress(OSError):
+                self.log.close()
             self.log = None
 
 

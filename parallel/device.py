@@ -55,6 +55,8 @@ class Machine:
     """How fp32 products are made; must not change when a run goes on."""
     peak: float
     """FLOP/s that MFU is a share of."""
+    measured: bool
+    """Whether the peak was measured here, rather than given or published."""
 
 
 def set_up_machine(
@@ -79,9 +81,10 @@ def set_up_machine(
         say(f"freed memory: {memory.value} ({memory.reason})")
     best, source = find_peak(target, precision.name, dtype, peak)
     say(f"device: {where.value} ({where.reason}); CPU threads: {count.value} ({count.reason})")
-    say(f"precision: {precision.name}; fp32 products: {how.value} ({how.reason})")
+    products = f"; products: {how.value} ({how.reason})" if precision.name == "fp32" else ""
+    say(f"precision: {precision.name}{products}")
     say(f"peak for MFU: {best / 1e12:.3f} TFLOP/s ({source})")
-    return Machine(target, dtype, torch.promote_types(dtype, torch.float32), how.value, best)
+    return Machine(target, dtype, torch.promote_types(dtype, torch.float32), how.value, best, "measured" in source)
 
 
 def keep_memory() -> Choice:
@@ -105,7 +108,9 @@ def find_peak(device: torch.device, precision: str, dtype: torch.dtype, given: f
         name = torch.cuda.get_device_name(device)
         published = published_peak(name, precision, torch.get_float32_matmul_precision())
         return (
-            (published, f"published dense peak of {name}") if published else (measure_peak(dtype, device), "measured")
+            (published, f"published dense peak of {name}")
+            if published
+            else (measure_peak(dtype, device), "measured by products just now")
         )
     return measure_peak(dtype, device), "measured by products just now"
 

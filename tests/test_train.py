@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,6 +146,44 @@ def test_a_stop_file_saves_and_ends_with_75_and_the_same_command_goes_on(tiny):
     assert status["state"] == "stopped" and status["code"] == 75
     assert train.main(tiny) == 0
     assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_ends_with_75_and_the_same_command_goes_on(tiny, number):
+    assert train.main([*tiny, "run.name=whole", "train.steps=2000", "train.stop_at=1000", "train.eval_every=0"]) == 0
+    process = start([*tiny, "train.steps=2000", "train.eval_every=0", "checkpoint.every=0"])
+    for said in process.stdout:
+        if said.lstrip().startswith("step    3"):
+            process.send_signal(number)
+            break
+    said, _ = process.communicate()
+    assert process.returncode == 75 and f"stopped by {number.name}" in said
+    status = json.loads((run_of(tiny) / "status.json").read_text())
+    assert (status["state"], status["code"]) == ("stopped", 75) and 3 <= status["step"] < 2000
+    assert train.main([*tiny, "train.steps=2000", "train.stop_at=1000", "train.eval_every=0"]) == 0
+    assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
+
+
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "status.json", "stop", "wandb"])
+def test_a_folder_where_a_file_should_be_is_refused_not_a_traceback(tiny, name, capsys):
+    assert train.main([*tiny, "train.stop_at=3"]) == 0
+    path = run_of(tiny) / name
+    if path.is_dir():
+        shutil.rmtree(path)
+        path.write_text("")
+    else:
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    assert train.main(tiny) in (2, 3)
+    said = capsys.readouterr().err
+    assert name in said and "Traceback" not in said
+
+
+def test_a_closed_stdout_does_not_end_a_run(tiny):
+    command = f"{sys.executable} train.py " + " ".join(f'"{o}"' for o in tiny)
+    piped = subprocess.run(["bash", "-c", f"set -o pipefail; {command} | head -1"], cwd=ROOT, capture_output=True)
+    assert piped.returncode == 0
+    assert max(losses(run_of(tiny))) == 20
 
 
 def test_a_resume_prints_free_changes_and_refuses_those_of_the_training(tiny, capsys):

@@ -61,7 +61,6 @@ def test_what_a_killed_writer_left_is_not_a_checkpoint_and_is_swept(tmp_path):
     save(tmp_path, 1)
     (tmp_path / ".step_00000002.77.part").mkdir()
     (tmp_path / ".step_00000002.77.part" / "state.json").write_text("{}")
-    (tmp_path / "step_00000009").mkdir()
     assert newest(tmp_path).name == "step_00000001"
     save(tmp_path, 3)
     assert not list(tmp_path.glob(".*.part"))
@@ -123,6 +122,26 @@ def test_a_run_goes_on_from_its_own_checkpoint_though_it_began_from_another(tmp_
     assert store.find(str(begin), own.parent) == own
 
 
+def test_only_numbered_steps_are_checkpoints_in_the_order_of_their_numbers(tmp_path):
+    save(tmp_path, 99_999_999, keep=0)
+    save(tmp_path, 100_000_000, keep=0)
+    (tmp_path / "step_best").symlink_to(tmp_path / "step_99999999")
+    assert newest(tmp_path).name == "step_100000000"
+
+
+def test_a_checkpoint_without_its_state_is_refused_not_passed_over(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "state.json").unlink()
+    with pytest.raises(CheckpointRefused, match="step_00000002 has no state"):
+        store.find("auto", tmp_path)
+
+
+def test_a_folder_of_checkpoints_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "c").write_text("")
+    with pytest.raises(CheckpointRefused, match="must be the folder"):
+        store.find("auto", tmp_path / "c")
+
+
 def test_a_path_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointRefused, match="nothere holds no checkpoint"):
         store.find(str(tmp_path / "nothere"), tmp_path / "new")
@@ -134,7 +153,9 @@ def test_starting_anew_over_a_run_is_refused_and_overwrites_nothing(tmp_path):
         store.find("none", tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"format": 99}', '{"format": 1, "step": 3}'])
+@pytest.mark.parametrize(
+    "content", ["", "[1]", '{"format": 99}', '{"format": 1, "step": 3}', '{"format": 1, "step": "x", "config": []}']
+)
 def test_a_state_that_cannot_be_read_is_refused(tmp_path, content):
     path = save(tmp_path, 1)
     (path / "state.json").write_text(content)

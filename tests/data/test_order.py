@@ -153,5 +153,5 @@ def test_a_stream_shorter_than_one_sample_is_refused_with_the_largest_length_tha
 
 def test_the_report_tells_samples_and_what_is_left_out() -> None:
     assert SampleOrder(1000, 64, 0, "web").report.startswith(
-        "an epoch is 14 samples of 64 tokens; 103 of 1,000 tokens (10.30%) fill no whole sample"
+        "14 samples of 64 tokens an epoch, 103 tokens (10.30%) left over"
     )
