@@ -30,6 +30,7 @@ from data.stdlib import Document
 from data.tokenizer import Tokenizer, read_model, train_sentencepiece
 from data.writer import CorpusWriter, entropy, token_dtype
 from errors import DataRefused
+from files import sync
 
 _PREPARATION = 1
 """Raised whenever the same documents and settings would give other tokens."""
@@ -271,24 +272,16 @@ def _build_beside(folder: Path, build: Callable[[Path, Say], None], note: Say) -
     try:
         temporary.mkdir()
         build(temporary, note)
-        _sync(temporary)
+        sync(temporary)
         try:
             temporary.rename(folder)
         except OSError:
             # Without locks another process may have been faster: its folder holds the same.
             if not folder.is_dir():
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
