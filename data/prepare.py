@@ -9,7 +9,6 @@ so a folder of that name is whole.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
