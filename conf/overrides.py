@@ -67,6 +67,7 @@ class _Checker:
     known: Mapping[str, Leaf]
 
     def one(self, text: str) -> Accepted | Problem:
+        """The override as Hydra shall read it, or what is wrong with it."""
         from hydra.errors import HydraException
 
         try:

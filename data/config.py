@@ -36,7 +36,7 @@ class DataConfig:
     vocab_size: int = 8192
     """Entries of the tokenizer that a self-preparing corpus trains."""
     held_out: float = 0.02
-    """Share of a self-preparing corpus's documents held out for validation, from 0 to below 1."""
+    """Share of a self-preparing corpus's documents held out for validation, from 0 to 0.5."""
     shuffle_seed: int = 0
     """Seed of the one document shuffle at preparation (run.seed shuffles the samples)."""
     prefetch: int = 2

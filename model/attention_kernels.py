@@ -40,6 +40,7 @@ class _Blocked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, *masks: Tensor) -> Tensor:
+        """See `blocked_attention`."""
         batch, heads, seq_len, group, dim = q.shape
         qf, kf, vf = q.reshape(-1, seq_len * group, dim), k.reshape(-1, seq_len, dim), v.reshape(-1, seq_len, dim)
         out = torch.empty_like(qf)
@@ -56,6 +57,7 @@ class _Blocked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v; those of k and v add up over the blocks in fp32 at least."""
         qf, kf, vf, *saved = ctx.saved_tensors
         (batch, heads, seq_len, group, dim), window, kept = ctx.geometry
         gf = grad.reshape(qf.shape)

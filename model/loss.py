@@ -84,6 +84,7 @@ class _ChunkedLoss(torch.autograd.Function):
         terms: Any,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `chunked_loss`; both gradients are made here."""
         wide = torch.promote_types(x.dtype, torch.float32)
         losses, squares = (torch.zeros((), dtype=wide, device=x.device) for _ in range(2))
         dx = torch.empty_like(x) if with_grad else None

@@ -16,6 +16,7 @@ class _PiecewiseNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [rows, size], weight [size] -> [rows, size]."""
         wide = torch.promote_types(x.dtype, torch.float32)
         out, factor = torch.empty_like(x), x.new_empty(len(x), 1, dtype=wide)
         for row in range(0, len(x), _ROWS):
@@ -29,6 +30,7 @@ class _PiecewiseNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Gradients of x and weight."""
         x, weight, factor = ctx.saved_tensors
         w = weight.to(factor.dtype)
         dx, dw = torch.empty_like(x), torch.zeros_like(w)

@@ -16,7 +16,7 @@ from tests.test_train import run_of, start
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("options", [[], ["precision=bf16", "precision.matmul=auto", "train.micro_batch=2"]])
-def test_thirty_kills_at_random_moments_leave_the_losses_of_an_undisturbed_run(tiny, options):
+def test_kills_at_random_moments_leave_the_losses_of_an_undisturbed_run(tiny, options):
     options = [*tiny, *options, "train.steps=400", "checkpoint.every=5", "checkpoint.keep=3"]
     assert train.main([*options, "run.name=whole"]) == 0
     draw, kills = random.Random(0), 0
