@@ -21,6 +21,10 @@ class DataRefused(Refused):
     exit_code = 3
 
 
+class PeerLost(Refused):
+    """Another process of the run has ended or does not answer; its own message says why."""
+
+
 class CheckpointRefused(Refused):
     """A checkpoint cannot be read, written or continued from."""
 

@@ -11,15 +11,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from checkpoint import store
 from checkpoint.store import RunState
 from conf import entry
-from conf.resolve import changes, run_directory, run_name, to_dict, to_yaml, total_steps
+from conf.resolve import run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
 from data.indexed import IndexedCorpus
@@ -27,7 +23,8 @@ from data.loader import TrainLoader, validation_batches
 from data.order import SampleOrder
 from data.prepare import ReadyData, ready
 from data.tokenizer import Tokenizer
-from errors import ConfigRefused, DataRefused, Diverged, StopRequested
+from engine import Agreed, Engine, StepSums
+from errors import DataRefused, Diverged, StopRequested
 from metrics.clock import StepClock
 from metrics.rank_log import rank_log
 from metrics.reporter import Reporter, peak_memory_gb
@@ -35,13 +32,19 @@ from metrics.run_directory import RunDirectory
 from metrics.sinks import Console, JsonLines, Wandb
 from metrics.stop_request import StopRequest
 from metrics.throughput import throughput
-from model.compiled import compile_regions
-from model.flops import squared_lengths, step_flops
+from model.flops import recomputed_flops, step_flops
 from model.generate import continue_text
-from model.transformer import LossSums, build, count_parameters
+from model.parts import layers_of_stages
+from model.transformer import count_parameters
 from optim.schedule import lr_share, peak_lr, warmup_steps
-from optim.updater import StepOutcome, Updater
-from parallel.device import set_up_machine
+from optim.updater import StepOutcome
+from parallel.device import Machine, local_device, set_up_machine
+from parallel.layout import layout_of
+from parallel.mesh import make_mesh
+from parallel.process import Everyone, joined
+from parallel.ranks import Ranks, find_ranks
+from parallel.schedules import schedule_name, stages_per_rank
+from start import Saved, checkpoint_folder, find_saved, last_step
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,60 +53,35 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(config: Config, overrides: list[str]) -> int:
-    """One start of a run: find where to go on, make data ready, build, train."""
-    refuse_many_processes()
-    directory, console = RunDirectory(run_directory(config)), Console()
-    with directory.attempt(console):
-        found = store.find(config.checkpoint.resume, checkpoint_folder(config, directory))
-        saved = store.read_state(found) if found else None
-        if found and saved:
-            check_resume(config, found, saved, console)
-            if saved.step >= last_step(config):
-                console.say(f"{run_name(config)} is at step {saved.step} of {last_step(config)}: done ({found})")
-                directory.finish("done" if saved.step >= total_steps(config) else "paused", saved.step)
-                return 0
+    """One start of a run on this process: find where to go on, make data ready, join the others, build, train."""
+    ranks = find_ranks(os.environ)
+    leads = ranks.rank == 0
+    directory, console = RunDirectory(run_directory(config)), Console(silent=not leads)
+    with directory.attempt(console) if leads else directory.following(ranks.rank):
+        saved = find_saved(config, console)
+        if saved and saved.state.step >= last_step(config):
+            done = "done" if saved.state.step >= total_steps(config) else "paused"
+            console.say(f"{run_name(config)} is at step {saved.state.step} of {last_step(config)}: done ({saved.path})")
+            if leads:
+                directory.finish(done, saved.state.step)
+            return 0
         data = ready(config.data, console.say, config.model.vocab_size)
-        directory.prepare(to_yaml(config), overrides, saved.step if saved else 0)
-        console.open_log(directory.path / "log.txt")
-        with rank_log(directory.path / "logs", rank=0):
-            trainer = Trainer(config, data, directory, console, saved)
-            if found and saved:
-                trainer.load(found, saved)
-            return trainer.train()
+        device = local_device(config.train.device, ranks.local_rank)
+        with joined(ranks, device, config.parallel.timeout) as everyone:
+            everyone.require_same("configuration", training_text(config, saved, data))
+            if leads:
+                directory.prepare(to_yaml(config), overrides, saved.state.step if saved else 0)
+                console.open_log(directory.path / "log.txt")
+            everyone.barrier()
+            with rank_log(directory.path / "logs", ranks.rank):
+                trainer = Trainer(config, data, directory, console, ranks, everyone, saved)
+                return trainer.train()
 
 
-def refuse_many_processes() -> None:
-    """Several processes would each train the whole model, one over the other."""
-    for variable in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if os.environ.get(variable, "1") != "1":
-            raise ConfigRefused(
-                f"{variable}={os.environ[variable]}: this version trains in one process; start `python train.py`"
-            )
-
-
-def last_step(config: Config) -> int:
-    """Step at which this start of the run ends."""
-    return min(total_steps(config), config.train.stop_at or total_steps(config))
-
-
-def checkpoint_folder(config: Config, directory: RunDirectory) -> Path:
-    """Where this run's checkpoints are."""
-    return Path(config.checkpoint.dir).expanduser() if config.checkpoint.dir else directory.path / "checkpoints"
-
-
-def check_resume(config: Config, found: Path, saved: RunState, console: Console) -> None:
-    """Print how the configuration differs from the checkpoint's; refuse what would change the training."""
-    free, refused = changes(saved.config, config)
-    if refused:
-        names = ",".join(change.key for change in refused)
-        raise ConfigRefused(
-            f"{found} was written with another training configuration:\n"
-            + "".join(f"  {change}\n" for change in refused)
-            + f"set these back, choose another run.name for a new run, or accept them: checkpoint.allow=[{names}]"
-        )
-    console.say(f"resuming from {found} at step {saved.step}")
-    for change in free:
-        console.say(f"  changed since then: {change}")
+def training_text(config: Config, saved: Saved | None, data: ReadyData) -> str:
+    """What must be the same on every process, in words."""
+    begin = f"from step {saved.state.step}" if saved else "from the beginning"
+    return f"run {run_name(config)} {begin} to {last_step(config)} on data {data.fingerprint[:12]}"
 
 
 @dataclass
@@ -123,53 +101,92 @@ class Progress:
 
 
 class Trainer:
-    """A model, its optimizer, its data and its reports, and the loop over them."""
+    """The engine, its data and its reports on this process, and the loop over them."""
 
     def __init__(
-        self, config: Config, data: ReadyData, directory: RunDirectory, console: Console, saved: RunState | None
-    ) -> None:
+        self, config: Config, data: ReadyData, directory: RunDirectory, console: Console, ranks: Ranks,
+        everyone: Everyone, saved: Saved | None,
+    ) -> None:  # fmt: skip
         self.config, self.data, self.directory, self.console = config, data, directory, console
-        self.folder, self.last, self.progress = checkpoint_folder(config, directory), last_step(config), Progress()
-        self.vocab_size = config.model.vocab_size or data.vocab_size
-        self.shape = replace(config.model, vocab_size=self.vocab_size)
-        self.attempt = directory.status()["attempt"]
-        self.announce(saved)
-        self.machine = set_up_machine(
-            config.train.device, config.train.threads, config.precision, config.metrics.peak_tflops,
-            saved.choices.get("matmul") if saved else None, console.say,
-        )  # fmt: skip
+        self.everyone, self.leads, self.last = everyone, everyone.rank == 0, last_step(config)
+        self.progress, self.recorded = Progress(), 0
+        self.shape = replace(config.model, vocab_size=config.model.vocab_size or data.vocab_size)
+        self.attempt = int(everyone.gather(str(directory.status().get("attempt", 1)))[0])
+        self.layout = layout_of(config.parallel, everyone.world)
+        self.announce(saved, ranks)
+        self.machine = self.set_up(ranks, saved)
         self.peak = self.machine.peak
-        self.model = build(self.shape, config.run.seed, self.machine.device, self.machine.master_dtype)
-        self.updater = Updater(self.model, config.optim, self.machine.compute_dtype)
-        if config.train.compile:
-            compile_regions(self.model)
-            console.say("compile: each block and the loss, once a shape; the first step is slow")
-        self.loader, self.validation = self.open_data()
-        self.peak_lr = peak_lr(config.optim, config.model.hidden)
-        warmup = warmup_steps(config.lr_schedule, total_steps(config))
-        source = "optim.lr" if config.optim.lr is not None else "0.75 / model.hidden"
-        shape = f"{config.lr_schedule.name} after a warm-up of {warmup} steps"
-        console.say(f"learning rate: {self.peak_lr:.2e} ({source}), {shape}")
-        self.wandb_id = directory.wandb_id(saved.wandb_id if saved else None)
-        self.val_loss = math.nan
         self.clock = StepClock(self.machine.device)
+        mesh = make_mesh(self.layout, everyone.rank, self.machine.device)
+        self.engine = Engine(config, self.shape, mesh, self.machine, self.clock)
+        self.loader, self.validation = self.open_data(mesh.dp_rank)
+        self.valid_held_out = sum(everyone.add([b.valid_tokens for group in self.validation for b in group] or [0]))
+        self.valid_held_out //= everyone.world // self.layout.dp
+        self.peak_lr = peak_lr(config.optim, config.model.hidden)
+        self.announce_schedule()
+        self.wandb_id = directory.wandb_id(saved.state.wandb_id if saved else None) if self.leads else ""
+        self.val_loss = math.nan
         self.unread: list[tuple[int, StepOutcome]] = []
-        self.recorded = 0
+        if saved:
+            self.load(saved)
 
-    def announce(self, saved: RunState | None) -> None:
-        """What begins, where, and how long it is."""
-        train, checkpoint = self.config.train, self.config.checkpoint
-        begin = saved.step if saved else 0
-        self.console.say(f"run {run_name(self.config)} in {self.directory.path}, attempt {self.attempt}")
-        self.console.say(
+    def set_up(self, ranks: Ranks, saved: Saved | None) -> Machine:
+        """Device, threads and products; how fp32 products are made is rank 0's choice for all."""
+
+        def choose(matmul: str | None) -> Machine:
+            config = self.config
+            return set_up_machine(
+                local_device(config.train.device, ranks.local_rank), config.train.threads, ranks.local_world,
+                config.precision, config.metrics.peak_tflops, matmul, self.console.say,
+            )  # fmt: skip
+
+        kept = saved.state.choices.get("matmul") if saved else None
+        machine = choose(kept) if self.leads else None
+        chosen = self.everyone.gather(machine.matmul if machine else "")[0]
+        machine = machine or choose(chosen)
+        self.everyone.require_same("how fp32 products are made", machine.matmul)
+        return machine
+
+    def announce(self, saved: Saved | None, ranks: Ranks) -> None:
+        """What begins, where, on how many processes, and how long it is."""
+        train, checkpoint, say = self.config.train, self.config.checkpoint, self.console.say
+        begin = saved.state.step if saved else 0
+        say(f"run {run_name(self.config)} in {self.directory.path}, attempt {self.attempt}")
+        say(
             f"steps {begin + 1} to {self.last} of {total_steps(self.config)}, "
             f"{train.global_batch * train.seq_len:,} tokens each; "
             f"a checkpoint every {checkpoint.every or self.last} steps; W&B {self.config.metrics.wandb}"
         )
         if self.attempt > 1 and saved is None:
-            self.console.say("no checkpoint was saved by the attempts before: beginning at the first step")
+            say("no checkpoint was saved by the attempts before: beginning at the first step")
+        if ranks.world > 1:
+            self.announce_layout(ranks)
 
-    def open_data(self) -> tuple[TrainLoader, list[MicroBatch]]:
+    def announce_layout(self, ranks: Ranks) -> None:
+        """The ranks as a table, and what they share."""
+        parallel, say = self.config.parallel, self.console.say
+        say(f"{ranks.world} processes started by {ranks.source}: {self.layout.words}; zero {parallel.zero}")
+        for line in self.layout.table():
+            say(line)
+        if parallel.pp > 1:
+            layers = ", ".join(str(count) for count in layers_of_stages(self.shape, parallel))
+            source = "as configured" if parallel.layers_per_stage else "even in cost, the head counted"
+            say(
+                f"pipeline: {schedule_name(parallel)}, {stages_per_rank(parallel)} stage(s) a rank, "
+                f"layers {layers} ({source})"
+            )
+
+    def announce_schedule(self) -> None:
+        """The learning rate and where it comes from."""
+        config = self.config
+        warmup = warmup_steps(config.lr_schedule, total_steps(config))
+        source = "optim.lr" if config.optim.lr is not None else "0.75 / model.hidden"
+        shape = f"{config.lr_schedule.name} after a warm-up of {warmup} steps"
+        self.console.say(f"learning rate: {self.peak_lr:.2e} ({source}), {shape}")
+        if config.train.compile:
+            self.console.say("compile: each block and the loss, once a shape; the first step is slow")
+
+    def open_data(self, dp_rank: int) -> tuple[TrainLoader, list[tuple[MicroBatch, ...]]]:
         """The loader of training steps, and the held-out micro-batches (none without a held-out corpus)."""
         config, source, train = self.config, self.data.source, self.config.train
         corpus = IndexedCorpus(source.train)
@@ -178,57 +195,71 @@ class Trainer:
         self.console.say(
             f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {order.report}"
         )
+        vocab_size = self.shape.vocab_size or 0
         loader = TrainLoader(
             corpus, order, global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
-            document_mask=config.data.document_mask, vocab_size=self.vocab_size, prefetch=config.data.prefetch,
+            document_mask=config.data.document_mask, vocab_size=vocab_size, prefetch=config.data.prefetch,
+            rank=dp_rank, ranks=self.layout.dp,
         )  # fmt: skip
         if source.validation is None or not train.eval_every:
             self.console.say("validation: none" + ("" if source.validation else " (the source has no held-out corpus)"))
             return loader, []
         held_out = validation_batches(
             IndexedCorpus(source.validation), samples=train.eval_samples, micro_batch=train.micro_batch,
-            seq_len=train.seq_len, document_mask=config.data.document_mask, vocab_size=self.vocab_size,
+            seq_len=train.seq_len, document_mask=config.data.document_mask, vocab_size=vocab_size,
+            rank=dp_rank, ranks=self.layout.dp,
+            group=self.engine.micro_batches if config.parallel.pp > 1 else 1,
         )  # fmt: skip
         return loader, list(held_out)
 
-    def load(self, found: Path, saved: RunState) -> None:
-        """Go on from a checkpoint."""
-        here = {self.data.source.name: self.data.fingerprint}
-        if saved.data != here:
+    def load(self, saved: Saved) -> None:
+        """Go on from a checkpoint, whatever layout wrote it."""
+        state, here = saved.state, {self.data.source.name: self.data.fingerprint}
+        if state.data != here:
             raise DataRefused(
-                f"{found} was trained on other data than {self.data.source.train} holds now: fingerprints "
-                f"{saved.data} then, {here} now; give the run its corpus back, or start another run"
+                f"{saved.path} was trained on other data than {self.data.source.train} holds now: fingerprints "
+                f"{state.data} then, {here} now; give the run its corpus back, or start another run"
             )
-        self.updater.load(store.read_tensors(found), saved.updates)
-        self.progress = Progress(saved.step, saved.samples, saved.tokens)
-        self.recorded = saved.step
+        store.load(saved.path, self.engine.pieces(), everyone=self.everyone)
+        self.engine.resume(state.updates)
+        self.progress = Progress(state.step, state.samples, state.tokens)
+        self.recorded = state.step
 
     def train(self) -> int:
         """Train to the last step of this start; the exit code."""
-        config = self.config
+        config, begin = self.config, self.progress.step
         stop = StopRequest(self.directory.stop_file)
         with stop.listening(), self.recording_where_it_ends(), self.open_reports() as report, self.loader as loader:
-            if self.progress.step:
-                report.event("resume", self.progress.step, f"going on after step {self.progress.step}")
+            if begin:
+                report.event("resume", begin, f"going on after step {begin}")
             self.clock.finish()
             for batch in loader.steps(self.progress.samples, self.last_sample):
                 self.clock.add("data", loader.take_wait())
-                loss, z_square, lr = self.take_step(batch)
+                agreed = self.engine.agree(self.everyone, batch, stop.asked is not None)
+                if agreed.stops and self.progress.step > begin:
+                    self.stop_here(report, stop.asked)
+                sums, lr = self.take_step(batch, agreed)
                 if self.due(config.metrics.every):
-                    self.report_step(report, batch, loss, z_square, lr)
+                    self.report_step(report, agreed, sums, lr)
                 if self.validation and self.due(config.train.eval_every):
                     self.evaluate(report)
-                asked = stop.asked if self.progress.step < self.last else None
-                if asked or len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
+                if len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
                     self.read_skips(report)
-                if asked or self.due(config.checkpoint.every):
+                if self.due(config.checkpoint.every):
                     self.save(report)
-                if asked:
-                    self.directory.stop_file.unlink(missing_ok=True)
-                    raise StopRequested(
-                        f"stopped by {asked} after step {self.progress.step}; the same command goes on from there"
-                    )
             return self.finish(report)
+
+    def stop_here(self, report: Reporter, asked: str | None) -> None:
+        """Save and end, as somebody asked."""
+        self.read_skips(report)
+        if not self.due(self.config.checkpoint.every):  # else it has just been saved
+            self.save(report)
+        if self.leads:
+            self.directory.stop_file.unlink(missing_ok=True)
+        raise StopRequested(
+            f"stopped by {asked or 'another process'} after step {self.progress.step}; the same command goes on "
+            "from there"
+        )
 
     @contextmanager
     def recording_where_it_ends(self) -> Iterator[None]:
@@ -237,8 +268,13 @@ class Trainer:
             yield
         except BaseException:
             with suppress(OSError):
-                self.directory.write_status("running", None, self.progress.step, self.attempt)
+                self.write_status()
             raise
+
+    def write_status(self) -> None:
+        """The run is running, and is at this step."""
+        if self.leads:
+            self.directory.write_status("running", None, self.progress.step, self.attempt)
 
     @property
     def last_sample(self) -> int:
@@ -249,48 +285,33 @@ class Trainer:
         """Whether something done every so many steps is due now; always so at the last step."""
         return self.progress.step == self.last or (every > 0 and self.progress.step % every == 0)
 
-    def take_step(self, batch: StepBatch) -> tuple[Tensor, Tensor, float]:
-        """Forward and backward of every micro-batch, then the update: cross-entropy, logsumexp^2, learning rate."""
-        progress, valid = self.progress, max(1, batch.valid_tokens)
-        loss = z_square = torch.zeros((), device=self.machine.device)
-        for micro_batch in batch.micro_batches:
-            with self.clock.part("forward"):
-                sums = self.forward(micro_batch, 1.0 / valid)
-            with self.clock.part("backward"):
-                sums.objective.backward()
-            loss, z_square = loss + sums.cross_entropy, z_square + sums.z_square
+    def take_step(self, batch: StepBatch, agreed: Agreed) -> tuple[StepSums, float]:
+        """One step of the engine: its sums, still on the device, and the learning rate."""
+        progress = self.progress
         lr = self.peak_lr * lr_share(self.config.lr_schedule, progress.step, total_steps(self.config))
-        with self.clock.part("optimizer"):
-            self.outcome = self.updater.step(lr)
+        sums, self.outcome = self.engine.step(batch.micro_batches, agreed.valid_tokens, lr)
         progress.step += 1
         progress.samples += len(batch.samples)
-        progress.tokens += batch.tokens
+        progress.tokens += len(batch.samples) * self.config.train.seq_len
         self.unread.append((progress.step, self.outcome))
-        return loss / valid, z_square / valid, lr
+        return sums, lr
 
-    def forward(self, batch: MicroBatch, scale: float) -> LossSums:
-        """The model on one micro-batch."""
-        device = self.machine.device
-        tensors = (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)
-        return self.model(  # type: ignore[no-any-return]
-            *(t.to(device, non_blocking=True) for t in tensors), self.config.train.seq_len,
-            documents=self.config.data.document_mask, scale=scale,
-        )  # fmt: skip
-
-    def report_step(self, report: Reporter, batch: StepBatch, loss: Tensor, z_square: Tensor, lr: float) -> None:
+    def report_step(self, report: Reporter, agreed: Agreed, sums: StepSums, lr: float) -> None:
         """Read the device, record the step with the time of those since the last record, and look for skips."""
-        config, progress = self.config, self.progress
-        value, norm, steps = loss.item(), self.outcome.grad_norm.item(), progress.step - self.recorded
+        config, progress, world = self.config, self.progress, self.everyone.world
+        loss, z_square = (each / max(1, agreed.valid_tokens) for each in self.engine.everywhere(sums))
+        norm, steps = self.outcome.grad_norm.item(), progress.step - self.recorded
         seconds, parts = self.clock.finish()
         working = (seconds - parts["evaluation"] - parts["checkpoint"]) / steps
-        pairs = sum(squared_lengths(m.cu_seqlens, self.shape.window) for m in batch.micro_batches)
-        needed = step_flops(self.shape, batch.tokens, pairs)
+        tokens = config.train.global_batch * config.train.seq_len
+        needed = step_flops(self.shape, tokens, agreed.pairs)
+        again = recomputed_flops(self.shape, tokens, agreed.pairs, config.train.recompute, config.train.recompute_n)
         if self.machine.measured:  # by a busy machine, perhaps: no step is faster than the peak
-            self.peak = max(self.peak, needed / working)
-        speed = throughput(batch.tokens, needed, 0, working, self.peak)
-        aux = {"z_loss": config.model.z_loss * z_square.item()} if config.model.z_loss else {}
+            self.peak = max(self.peak, (needed + again) / working / world)
+        speed = throughput(tokens, needed, again, working, self.peak * world)
+        aux = {"z_loss": config.model.z_loss * z_square} if config.model.z_loss else {}
         report.step({
-            "step": progress.step, "loss": value, "aux": aux, "grad_norm": norm, "lr": lr,
+            "step": progress.step, "loss": loss, "aux": aux, "grad_norm": norm, "lr": lr,
             "tokens": progress.tokens, "samples": progress.samples, "tokens_per_s": speed.tokens_per_s,
             "mfu": speed.mfu, "hfu": speed.hfu, "step_time": seconds / steps,
             "time": {name: part / steps for name, part in parts.items()},
@@ -317,55 +338,67 @@ class Trainer:
                     f"read. The newest checkpoint is from before step {step}"
                 )
 
-    @torch.no_grad()
     def evaluate(self, report: Reporter) -> None:
-        """Loss on the held-out samples, whatever the micro-batch size."""
+        """Loss on the held-out samples, whatever the micro-batch size and the layout."""
         with self.clock.part("evaluation"):
-            sums = [self.forward(batch, 1.0).cross_entropy.item() for batch in self.validation]
-            self.val_loss = sum(sums) / max(1, sum(batch.valid_tokens for batch in self.validation))
+            self.val_loss = self.engine.evaluate(self.validation) / max(1, self.valid_held_out)
         step, name = self.progress.step, self.data.source.name
         text = f"validation at step {step}: loss {self.val_loss:.4f} nats/token"
         report.event("validation", step, text, val_loss=self.val_loss, sources={name: self.val_loss})
 
     def save(self, report: Reporter) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint; every process writes what it holds."""
         progress, config = self.progress, self.config
         with self.clock.part("checkpoint"):
             state = RunState(
-                progress.step, progress.samples, progress.tokens, self.updater.updates,
+                progress.step, progress.samples, progress.tokens, self.engine.updater.updates,
                 data={self.data.source.name: self.data.fingerprint}, config=to_dict(config),
-                vocab_size=self.vocab_size, choices={"matmul": self.machine.matmul}, wandb_id=self.wandb_id,
+                vocab_size=self.shape.vocab_size or 0, choices={"matmul": self.machine.matmul},
+                layout=self.layout.words, wandb_id=self.wandb_id,
             )  # fmt: skip
             path = store.save(
-                self.folder, self.updater.tensors(), state, keep=config.checkpoint.keep, tokenizer=self.data.tokenizer
-            )
+                checkpoint_folder(config), self.engine.pieces(), state, keep=config.checkpoint.keep,
+                tokenizer=self.data.tokenizer, everyone=self.everyone,
+            )  # fmt: skip
         report.event("checkpoint", progress.step, f"saved {path}", path=str(path))
-        self.directory.write_status("running", None, progress.step, self.attempt)
+        self.write_status()
 
     def open_reports(self) -> Reporter:
-        """The sinks of this start."""
+        """The sinks of this start; only the process that leads has any."""
         config, path = self.config, self.directory.path
+        if not self.leads:
+            return Reporter(self.console, None, None, self.attempt, self.last, total_steps(config))
         wandb = Wandb(config.metrics, path, run_name(config), self.wandb_id, to_dict(config))
         return Reporter(
-            self.console, JsonLines(path / "metrics.jsonl"), wandb, self.attempt, self.progress.step, self.last
+            self.console, JsonLines(path / "metrics.jsonl"), wandb, self.attempt, self.last, total_steps(config)
         )
 
     def finish(self, report: Reporter) -> int:
         """Say how good the model is and let it speak; exit code 0."""
-        whole = total_steps(self.config)
+        whole, say = total_steps(self.config), self.console.say
         state = "done" if self.progress.step >= whole else "paused"
         if self.validation:
-            self.console.say(
+            say(
                 f"validation loss {self.val_loss:.3f} nats/token; guessing by frequency alone (unigram entropy) "
                 f"gives {self.data.unigram_entropy:.3f}"
             )
-        prompt, path = self.config.train.sample_prompt, self.data.tokenizer
-        if state == "done" and prompt is not None and path is not None:
-            options = {"count": 80, "context": self.config.train.seq_len, "temperature": 0.8, "top_k": 50, "seed": 0}
-            self.console.say(f"a sample:\n{continue_text(self.model, Tokenizer(path), prompt, **options)}")
-        self.console.say(f"{state} at step {self.progress.step} of {whole}: {self.directory.path}")
-        self.directory.finish(state, self.progress.step)
+        if state == "done":
+            self.say_sample()
+        say(f"{state} at step {self.progress.step} of {whole}: {self.directory.path}")
+        if self.leads:
+            self.directory.finish(state, self.progress.step)
         return 0
+
+    def say_sample(self) -> None:
+        """Let the model speak, where one process has all of it."""
+        prompt, path = self.config.train.sample_prompt, self.data.tokenizer
+        if prompt is None or path is None:
+            return
+        if self.everyone.world > 1:
+            self.console.say(f"for a sample: python -m model.generate {self.directory.path} --prompt {prompt!r}")
+            return
+        options = {"count": 80, "context": self.config.train.seq_len, "temperature": 0.8, "top_k": 50, "seed": 0}
+        self.console.say(f"a sample:\n{continue_text(self.engine.decoder, Tokenizer(path), prompt, **options)}")
 
 
 if __name__ == "__main__":

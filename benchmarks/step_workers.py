@@ -12,13 +12,15 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from model.build import build
 from model.compiled import compile_regions
 from model.config import ModelConfig
-from model.transformer import build
 from optim.config import OptimConfig
 from optim.updater import Updater
 from parallel.device import choose_matmul, keep_memory
+from parallel.mesh import ONE_PROCESS
 from parallel.precision import PrecisionConfig
+from parallel.shards import shards_of
 
 SHAPE = ModelConfig(hidden=512, layers=8, heads=8, kv_heads=4, ffn=1536, vocab_size=8192)
 SEQ_LEN, BATCH = 512, 4
@@ -38,9 +40,9 @@ def tatara(dtype: torch.dtype, compiled: bool) -> Step:
     if dtype == torch.float32:
         torch.set_float32_matmul_precision(choose_matmul(PrecisionConfig("fp32"), torch.device("cpu")).value)
     model = build(SHAPE, 0, torch.device("cpu"), torch.float32)
-    updater = Updater(model, OptimConfig(), dtype)
+    updater = Updater(shards_of(model, ONE_PROCESS), OptimConfig(), dtype)
     if compiled:
-        compile_regions(model)
+        compile_regions(model, torch.device("cpu"))
     tokens = sample_tokens()
     positions, borders = torch.arange(SEQ_LEN).repeat(BATCH), torch.arange(0, TOKENS + 1, SEQ_LEN, dtype=torch.int32)
 

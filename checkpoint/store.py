@@ -1,17 +1,22 @@
 """Checkpoints of a run: one folder a step, of safetensors and JSON; no pickle is written or read.
 
 checkpoints/
-  latest                 name of the newest whole checkpoint
+  latest                       name of the newest whole checkpoint
   step_00000100/
-    tensors.safetensors  weights and moments, whole tensors under layout-free names
-    state.json           counters, cursor, data's fingerprint, the run's config
-    tokenizer.model      the text's tokenizer, where it is known
+    tensors.safetensors        weights and moments, whole, by global name; where several processes write:
+    tensors_00003.safetensors  ... the pieces that rank 3 writes, by the same names
+    pieces.json                dtype and shape of every whole tensor, and which rectangle of it is in which file
+    state.json                 counters, cursor, data's fingerprint, the run's config
+    tokenizer.model            the text's tokenizer, where it is known
+
+    rank 0       sweep, make .part           its file          pieces.json, state.json, rename, latest, prune
+    every other                              its file
+    all                        agree: ready          agree: all written                                    agree: done
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -21,19 +26,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint.agreement import together
+from checkpoint.pieces import Piece, from_json, merge, to_json
+from checkpoint.tensors import PIECES, check_same, file_name, fill, read_index, read_whole, write
 from errors import CheckpointRefused
 from files import sync, write_whole
+from parallel.process import Everyone
 
-FORMAT = 1  # raised when a reader of the old form would misread the new one
+FORMAT = 2  # raised when a reader of the old form would misread the new one
 _STATE_TYPES = {
     "step": int, "samples": int, "tokens": int, "updates": int, "data": dict, "config": dict, "vocab_size": int,
-    "choices": dict,
+    "choices": dict, "layout": str,
 }  # fmt: skip
-TENSORS, STATE, TOKENIZER, LATEST = "tensors.safetensors", "state.json", "tokenizer.model", "latest"
+STATE, TOKENIZER, LATEST = "state.json", "tokenizer.model", "latest"
+_ALONE = Everyone()
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class RunState:
     """Entries of the model's vocabulary."""
     choices: dict[str, str] = field(default_factory=dict)
     """Automatic choices that must not change when the run goes on."""
+    layout: str = "one process"
+    """How the processes that wrote it shared the work, in words."""
     wandb_id: str | None = None
     """W&B run to go on with."""
     format: int = FORMAT
@@ -87,50 +97,85 @@ def newest(folder: Path) -> Path | None:
 
 
 def save(
-    folder: Path, tensors: Mapping[str, Tensor], state: RunState, *, keep: int, tokenizer: Path | None = None
+    folder: Path,
+    pieces: Mapping[str, Piece],
+    state: RunState,
+    *,
+    keep: int,
+    tokenizer: Path | None = None,
+    everyone: Everyone = _ALONE,
 ) -> Path:
-    """Write one checkpoint, point `latest` at it, then prune.
+    """Write one checkpoint, point `latest` at it, then prune; called by every process, none of which returns before
+    the whole is on the disk.
 
     Args:
-        folder: the run's checkpoints.
-        tensors: by layout-free name, whole tensors.
+        folder: the run's checkpoints; every process sees it.
+        pieces: by global name, what this process holds.
+        state: rank 0's is written.
         keep: newest checkpoints kept; 0 keeps all.
         tokenizer: copied into the checkpoint, so that it can be used on its own.
 
     Raises:
-        CheckpointRefused: the disk is full, or the folder cannot be written.
+        CheckpointRefused: the disk is full, or the folder cannot be written, by this process or another.
+        ValueError: the pieces do not cover a tensor exactly once (on rank 0).
     """
     try:
-        return _save(folder, tensors, state, keep, tokenizer)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            _sweep(folder)
+        return _save(folder, pieces, state, keep, tokenizer, everyone)
+    except Exception as error:
+        if everyone.rank == 0:  # all have stopped writing: they agree before any goes on
+            with suppress(OSError):
+                _sweep(folder)
+        if not isinstance(error, CheckpointRefused):
+            raise
         raise CheckpointRefused(
             f"cannot write a checkpoint into {folder}: {error}; make room or set checkpoint.dir to a folder "
-            f"that can be written. The checkpoints before it are whole"
+            f"that every process can write. The checkpoints before it are whole"
         ) from error
 
 
-def _save(folder: Path, tensors: Mapping[str, Tensor], state: RunState, keep: int, tokenizer: Path | None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
-    target = folder / step_name(state.step)
-    beside = folder / f".{target.name}.{os.getpid()}.part"
+def _save(
+    folder: Path, pieces: Mapping[str, Piece], state: RunState, keep: int, tokenizer: Path | None, everyone: Everyone
+) -> Path:
+    target, first = folder / step_name(state.step), everyone.rank == 0
+    beside = _beside(target)
+    together(everyone, lambda: _begin(beside) if first else None)
+    file = file_name(everyone.rank, everyone.world)
+    lists = together(everyone, lambda: to_json(write(beside, file, pieces)))
+    together(everyone, lambda: _finish(beside, target, lists, state, keep, tokenizer) if first else None)
+    return target
+
+
+def _begin(beside: Path) -> None:
+    """The folder that all write into; only one makes it, so that a process of a host that does not see it fails."""
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(beside.parent)
     beside.mkdir()
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, beside / TENSORS)
+
+
+def _finish(beside: Path, target: Path, lists: list[str], state: RunState, keep: int, tokenizer: Path | None) -> None:
+    """Complete what all have written, and make it the newest checkpoint.
+
+    Args:
+        lists: each process's pieces, as JSON.
+    """
+    (beside / PIECES).write_text(to_json(merge(map(from_json, lists))), encoding="utf-8")
     (beside / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
     if tokenizer is not None:
         shutil.copyfile(tokenizer, beside / TOKENIZER)
-    for part in (*beside.iterdir(), beside):
-        sync(part)
+    for part in (PIECES, STATE, *([TOKENIZER] if tokenizer else []), "."):
+        sync(beside / part)
     if target.exists():  # the same step again, after going on from an older one, or a folder without a state
         target.replace(beside.with_suffix(".old.part"))
     beside.replace(target)
-    sync(folder)
-    write_whole(folder / LATEST, target.name + "\n")
-    _sweep(folder)
-    _prune(folder, keep)
-    return target
+    sync(target.parent)
+    write_whole(target.parent / LATEST, target.name + "\n")
+    _sweep(target.parent)
+    _prune(target.parent, keep)
+
+
+def _beside(path: Path) -> Path:
+    """Where a checkpoint is while it is not whole; every process knows the name."""
+    return path.with_name(f".{path.name}.part")
 
 
 def _sweep(folder: Path) -> None:
@@ -142,7 +187,7 @@ def _sweep(folder: Path) -> None:
 def _prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep`; each is renamed first, so that a kill leaves no half of one."""
     for old in list_checkpoints(folder)[:-keep] if keep else []:
-        doomed = old.with_name(f".{old.name}.{os.getpid()}.part")
+        doomed = _beside(old)
         old.replace(doomed)
         shutil.rmtree(doomed)
 
@@ -174,23 +219,33 @@ def read_state(path: Path) -> RunState:
     return RunState(**raw)
 
 
+def load(path: Path, pieces: Mapping[str, Piece], everyone: Everyone = _ALONE) -> None:
+    """Fill every piece in place from the checkpoint in folder `path`, whatever layout wrote it; called by every
+    process, as what one lacks another may hold.
+
+    Raises:
+        CheckpointRefused: names, whole shapes or dtypes are not the same, or a file is damaged, here or on another
+            process.
+    """
+    held = {name for names in everyone.gather(json.dumps(list(pieces))) for name in json.loads(names)}
+
+    def take() -> None:
+        index = read_index(path)
+        check_same(index, held, pieces)
+        fill(path, index, pieces)
+
+    together(everyone, take)
+
+
 def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of the checkpoint in folder `path` whose names begin with `prefix`, on the CPU."""
-    file = path / TENSORS
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(prefix)}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointRefused(
-            f"cannot read {file}: {error}; remove the folder {path} to go on from the checkpoint before it"
-        ) from error
+    """The whole tensors of the checkpoint in folder `path` whose names begin with `prefix`, on the CPU."""
+    return read_whole(path, prefix, None)
 
 
 def model_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights alone, by the model's own names, in `dtype`."""
+    """Weights alone, whole, by the model's own names, in `dtype`."""
     prefix = "model."
-    tensors = read_tensors(path, prefix)
-    return {name[len(prefix) :]: tensor.to(dtype) for name, tensor in tensors.items()}
+    return {name[len(prefix) :]: tensor for name, tensor in read_whole(path, prefix, dtype).items()}
 
 
 def find(resume: str, folder: Path) -> Path | None:

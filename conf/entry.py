@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from conf.compose import compose
 from conf.flags import Invocation, parse
@@ -14,6 +16,7 @@ from conf.resolve import run_directory, run_name, to_yaml
 from conf.schema import Config
 from conf.suggest import did_you_mean
 from errors import Refused
+from parallel.ranks import Ranks, find_ranks
 
 Run = Callable[[Config, list[str]], int]
 """What a command does with its configuration and overrides; returns the exit code."""
@@ -21,40 +24,56 @@ _INTERRUPTED = 130
 
 
 def main(run: Run, argv: Sequence[str] | None = None, program: str = "train.py") -> int:
-    """Answer --help and --cfg, or compose and run; a refusal is printed without a traceback."""
+    """Answer --help and --cfg, or compose and run; a refusal is printed without a traceback.
+
+    Of several processes each comes to the same answer and exit code, and rank 0 says it.
+    """
+    ranks = Ranks()
     try:
-        return _main(run, parse(sys.argv[1:] if argv is None else argv), program)
+        ranks = find_ranks(os.environ)
+        return _main(run, parse(sys.argv[1:] if argv is None else argv), program, ranks)
     except Refused as refusal:
-        print(refusal, file=sys.stderr)
+        _say(ranks, str(refusal), "\n", sys.stderr)
         return refusal.exit_code
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+        _say(ranks, "Interrupted.", "\n", sys.stderr)
         return _INTERRUPTED
 
 
-def _main(run: Run, invocation: Invocation, program: str) -> int:
+def _say(ranks: Ranks, text: str, end: str, where: TextIO) -> None:
+    if ranks.rank == 0:
+        print(text, end=end, file=where)
+
+
+def _main(run: Run, invocation: Invocation, program: str, ranks: Ranks) -> int:
     if invocation.help:
-        print(help_text(program, invocation.config_dir), end="")
+        _say(ranks, help_text(program, invocation.config_dir), "", sys.stdout)
         return 0
-    refuse(_flag_problems(invocation))
+    refuse(_flag_problems(invocation, ranks.world))
     overrides = list(invocation.overrides)
     if invocation.multirun:
         return run_all(program, overrides, invocation.config_dir)
-    config = compose(overrides, invocation.config_dir)
+    config = compose(overrides, invocation.config_dir, world=ranks.world)
     if "--cfg" in invocation.flags:
-        print(f"# run {run_name(config)}, in {run_directory(config)}\n{to_yaml(config)}", end="")
+        text = f"# run {run_name(config)}, in {run_directory(config)}\n{to_yaml(config)}"
+        _say(ranks, text, "", sys.stdout)
         return 0
     return run(config, overrides)
 
 
-def _flag_problems(invocation: Invocation) -> list[Problem]:
+def _flag_problems(invocation: Invocation, world: int) -> list[Problem]:
+    """What is wrong with the flags, taken together and with the number of processes."""
     shown = invocation.flags.get("--cfg")
-    if shown is None:
-        return []
-    if shown != "job":
+    problems = []
+    if shown is not None and shown != "job":
         hint = did_you_mean(shown, ("job",))
         rule = "only the job's configuration can be printed" + (f"; {hint}" if hint else "")
-        return [Problem(f"--cfg {shown}", None, rule, "write --cfg job")]
-    if invocation.multirun:
-        return [Problem("--cfg job", None, "prints one configuration, but -m asks for many runs", "leave out -m")]
-    return []
+        problems.append(Problem(f"--cfg {shown}", None, rule, "write --cfg job"))
+    elif shown is not None and invocation.multirun:
+        rule = "prints one configuration, but -m asks for many runs"
+        problems.append(Problem("--cfg job", None, rule, "leave out -m"))
+    if invocation.multirun and world > 1:
+        rule = f"a sweep starts its own processes, but this one is already a rank of a launcher, one of {world}"
+        fix = "start each run with a torchrun of its own, or the sweep with `python` where one process a run will do"
+        problems.append(Problem("--multirun", None, rule, fix))
+    return problems

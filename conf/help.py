@@ -26,6 +26,10 @@ _EXAMPLES = (
         "{program} data=indexed 'data.sources=[{{name: web, prefix: /data/web}}]' train.steps=10000",
         "your corpus",
     ),
+    (
+        "torchrun --nproc-per-node 4 {script} parallel.tp=2 train.micro_batch=4",
+        "the same training over four processes; what tp and pp leave of them is data parallelism",
+    ),
     ("{program} -m optim.lr=1.0e-3,3.0e-4 model.layers=4,8", "four runs, one after another"),
 )
 
@@ -89,11 +93,17 @@ def _section(owner: type, prefix: str, plain: Sequence[Mapping[str, Any]]) -> It
     docs = field_docs(owner)
     for leaf in own_leaves(owner, prefix):
         inner = optional(leaf.kind)[0]
-        yield from _row(_left(leaf, plain), f"{short(leaf.kind)}. {docs.get(leaf.key[len(prefix) :], '')}")
+        yield from _row(_left(leaf, plain), f"{_kind(leaf)}. {docs.get(leaf.key[len(prefix) :], '')}")
         if is_section(inner):
             yield from _section(inner, leaf.key + ".", plain)
         elif is_section(element(inner)):
             yield from _section(element(inner), leaf.key + "[].", plain)
+
+
+def _kind(leaf: Leaf) -> str:
+    """The type; one that is too long for a line can be broken."""
+    kind = short(leaf.kind)
+    return kind if len(kind) < _WIDTH - _COLUMN else kind.replace("|", " | ")
 
 
 def _left(leaf: Leaf, plain: Sequence[Mapping[str, Any]]) -> str:
@@ -109,4 +119,4 @@ def _left(leaf: Leaf, plain: Sequence[Mapping[str, Any]]) -> str:
 def _examples(program: str) -> Iterator[str]:
     for command, why in _EXAMPLES:
         yield f"  # {why}"
-        yield "  " + command.format(program=_command(program))
+        yield "  " + command.format(program=_command(program), script=program)

@@ -34,15 +34,28 @@ def _threads(config: Config) -> Iterator[Problem]:
 
 
 def _device(config: Config) -> Iterator[Problem]:
-    if config.train.device != "cuda":
+    asked, processes = config.train.device, _processes_here()
+    if asked == "cpu" or (asked == "auto" and processes == 1):
         return
     import torch  # only here: the import takes longer than all other checks together
 
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        if processes > torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            rule = f"each process needs a CUDA device of its own, but this host has {count} for {processes} processes"
+            fix = f"start {count} a host: torchrun --nproc-per-node {count} train.py ..., or write train.device=cpu"
+            yield Problem("train.device", asked, rule, fix)
+    elif asked == "cuda":
         built = torch.version.cuda is not None
         rule = "no CUDA device is visible" if built else "this PyTorch is built without CUDA"
         fix = "write train.device=cpu or train.device=auto"
         yield Problem("train.device", "cuda", rule, fix + ("" if built else ", or install a CUDA build of PyTorch"))
+
+
+def _processes_here() -> int:
+    """Processes that torchrun started on this host; Slurm's may each see their own devices only, and count as one."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(count) if count.isdecimal() else 1
 
 
 def _wandb(config: Config) -> Iterator[Problem]:

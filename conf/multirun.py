@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -61,7 +60,6 @@ def run_all(program: str, overrides: Sequence[str], config_dir: str | None = Non
 
 def plan(overrides: Sequence[str], config_dir: str | None = None) -> list[Job]:
     """The jobs of a sweep, each valid and with its own name; raises one ConfigRefused for all of them."""
-    refuse(_launch_problems())
     refuse(folder_problems(config_dir))
     combinations, problems = expand(overrides, read_groups(config_dir))
     refuse(problems)
@@ -72,13 +70,6 @@ def plan(overrides: Sequence[str], config_dir: str | None = None) -> list[Job]:
         found.append(wrong)
     refuse(_labelled(combinations, found))
     return _named(combinations, configs)
-
-
-def _launch_problems() -> list[Problem]:
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return []
-    rule = "a sweep starts its own processes, but this one is already a rank of a launcher"
-    return [Problem("--multirun", None, rule, "start the sweep with python, or each run with torchrun")]
 
 
 def _labelled(combinations: Sequence[Combination], found: Sequence[Sequence[Problem]]) -> list[Problem]:

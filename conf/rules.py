@@ -91,18 +91,6 @@ def _decay(config: Config) -> Iterator[Problem]:
     )
 
 
-def _batch(config: Config) -> Iterator[Problem]:
-    whole, part = config.train.global_batch, config.train.micro_batch
-    if whole % part == 0:
-        return
-    lower = next(size for size in range(min(part, whole), 0, -1) if whole % size == 0)
-    higher = next((size for size in range(part + 1, whole + 1) if whole % size == 0), None)
-    near = [f"train.micro_batch={size}" for size in (lower, higher) if size is not None]
-    rule = f"train.global_batch={whole} must be a multiple of it"
-    fix = f"write {' or '.join(near)}, or train.global_batch={-(-whole // part) * part}"
-    yield Problem("train.micro_batch", show(part), rule, fix, ("train.global_batch",))
-
-
 def _heads(config: Config) -> Iterator[Problem]:
     model = config.model
     if model.heads % model.kv_heads:
@@ -233,6 +221,6 @@ def _secret_keys(prefix: str, notes: Mapping[str, Any]) -> Iterator[str]:
 
 
 _RULES: Sequence[Callable[[Config], Iterator[Problem]]] = (
-    _names, _length, _decay, _batch, _heads, _rope, _vocabulary, _corpus, _sources,
-    _formats, _resuming, _reports, _secrets,
+    _names, _length, _decay, _heads, _rope, _vocabulary, _corpus, _sources, _formats,
+    _resuming, _reports, _secrets,
 )  # fmt: skip

@@ -10,6 +10,7 @@ from data.config import DataConfig
 from metrics.config import MetricsConfig
 from model.config import ModelConfig
 from optim.config import OptimConfig, ScheduleConfig
+from parallel.config import ParallelConfig
 from parallel.precision import PrecisionConfig
 
 
@@ -51,6 +52,11 @@ class TrainConfig:
     """Non-finite steps in a row after which the run stops with exit code 4."""
     compile: bool = False
     """Compile each block and the loss with torch.compile; slow start, faster steps."""
+    recompute: Literal["none", "selective", "full", "every_n"] = "none"
+    """Activations made again in the backward pass, to save memory: selective the attention's core, full each block,
+    every_n one block in recompute_n."""
+    recompute_n: int = 2
+    """With recompute=every_n, one block in so many is made again."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where it works."""
     threads: int | None = None
@@ -71,6 +77,8 @@ class Config:
     """Corpus and tokenizer."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Cut over processes."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Optimizer."""
     lr_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -1,4 +1,4 @@
-"""Every rule a configuration keeps: ranges of single keys, then rules of several and of the machine."""
+"""Every rule a configuration keeps: ranges of single keys, then rules of several, of the cut and of the machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from conf.convert import read
 from conf.layers import find
+from conf.layout_rules import layout_problems
 from conf.machine import machine_problems
-from conf.problem import Problem, show
+from conf.problem import Problem, assign, show
 from conf.resolve import to_dict
 from conf.rules import rule_problems
 from conf.schema import Config
@@ -19,7 +20,7 @@ _SEEDS = 2**63
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a key may take; null, where the type allows it, is always in."""
+    """The numbers that a key, or each item of a list, may take; null, where the type allows it, is always in."""
 
     key: str
     """Dotted key."""
@@ -61,6 +62,7 @@ RANGES = (
     Range("train.eval_every", 0),
     Range("train.eval_samples", 1),
     Range("train.max_skips", 1),
+    Range("train.recompute_n", 1),
     Range("train.threads", 1),
     Range("model.hidden", 1),
     Range("model.layers", 1),
@@ -84,6 +86,13 @@ RANGES = (
     Range("data.held_out", 0, 0.5),
     Range("data.shuffle_seed", 0, _SEEDS, below=True),
     Range("data.prefetch", 0),
+    Range("parallel.tp", 1),
+    Range("parallel.pp", 1),
+    Range("parallel.vpp", 1),
+    Range("parallel.layers_per_stage", 1),
+    Range("parallel.zero", 0, 3),
+    Range("parallel.replicate", 1),
+    Range("parallel.timeout", 1),
     Range("optim.lr", 0, above=True),
     Range("optim.beta1", 0, 1, below=True),
     Range("optim.beta2", 0, 1, below=True),
@@ -100,12 +109,12 @@ RANGES = (
 )
 
 
-def problems(config: Config) -> list[Problem]:
-    """Everything in a configuration that cannot work, on this machine too."""
+def problems(config: Config, *, world: int = 1) -> list[Problem]:
+    """Everything in a configuration that cannot work, on this machine and with `world` processes too."""
     out_of_range = list(_range_problems(config))
     bad = {problem.key for problem in out_of_range}
     sound = _with_defaults(config, bad) if bad else config
-    crossed = [*rule_problems(sound), *machine_problems(sound)]
+    crossed = [*rule_problems(sound), *layout_problems(sound, world), *machine_problems(sound)]
     return [*out_of_range, *(each for each in crossed if not bad & {each.key, *each.also})]
 
 
@@ -124,12 +133,14 @@ def _with_defaults(config: Config, keys: Iterable[str]) -> Config:
 def _range_problems(config: Config) -> Iterator[Problem]:
     values, known = to_dict(config), leaves()
     for rule in RANGES:
-        value = find(values, rule.key)[1]
-        if value is None or rule.holds(value):
+        value, default = find(values, rule.key)[1], known[rule.key].default
+        items = value if isinstance(value, list) else [value]
+        if all(item is None or rule.holds(item) for item in items):
             continue
-        default, nearest = known[rule.key].default, rule.nearest(value)
-        better = default if isinstance(default, (int, float)) and rule.holds(default) else nearest
-        fix = f"write {rule.key}={show(better)}"
+        usable = isinstance(value, list) or (isinstance(default, (int, float)) and rule.holds(default))
+        better = default if usable else rule.nearest(value)
+        fix = f"write {assign(rule.key, better)}"
         if better == default:
             fix += " (the default)"
-        yield Problem(rule.key, show(value), f"must be {rule.words()}", fix)
+        each = "each item " if isinstance(value, list) else ""
+        yield Problem(rule.key, show(value), f"{each}must be {rule.words()}", fix)

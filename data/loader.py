@@ -19,9 +19,10 @@ __all__ = ["IGNORE", "MicroBatch", "StepBatch", "TrainLoader", "validation_batch
 class TrainLoader(AbstractContextManager["TrainLoader"]):
     """Makes the steps of a run; a step's content depends on its sample numbers alone.
 
-    So does a micro-batch's: put together, the micro-batches of a step are the same for every `micro_batch`,
-    and a run resumes by giving its first sample. `global_batch` and `micro_batch` in samples, `seq_len` in
-    tokens, `prefetch` in steps made ahead. Raises DataRefused when `micro_batch` does not divide
+    So does a micro-batch's: put together, the micro-batches of a step on all ranks are the same for every
+    `micro_batch` and number of ranks, and a run resumes by giving its first sample. Of each `ranks *
+    micro_batch` samples in turn, `rank` gets its share. `global_batch` and `micro_batch` in samples, `seq_len`
+    in tokens, `prefetch` in steps made ahead. Raises DataRefused when `micro_batch * ranks` does not divide
     `global_batch`.
     """
 
@@ -36,8 +37,10 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         document_mask: bool,
         vocab_size: int,
         prefetch: int = 2,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        _check_sizes(global_batch, micro_batch, prefetch)
+        _check_sizes(global_batch, micro_batch, ranks, prefetch)
         if (order.tokens, order.seq_len) != (corpus.tokens, seq_len):
             raise ValueError(
                 f"the order is of {order.tokens} tokens in samples of {order.seq_len}, but the "
@@ -45,6 +48,7 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
             )
         self._order = order
         self._global_batch, self._micro_batch, self._prefetch = global_batch, micro_batch, prefetch
+        self._rank, self._ranks = rank, ranks
         self._packer = Packer(corpus, seq_len, document_mask, vocab_size)
         self._ahead: Prefetcher[StepBatch] | None = None
         self._wait_seconds = 0.0
@@ -98,34 +102,43 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
 
     def _step(self, first: int) -> StepBatch:
         samples = range(first, first + self._global_batch)
-        parts = [samples[at : at + self._micro_batch] for at in range(0, len(samples), self._micro_batch)]
+        size = self._micro_batch
+        own = range(self._rank * size, len(samples), self._ranks * size)
+        parts = [samples[at : at + size] for at in own]
         micro_batches = [self._packer.pack([self._order.start(n) for n in part], part) for part in parts]
         return step_batch(micro_batches, samples)
 
 
 def validation_batches(
-    corpus: IndexedCorpus, *, seq_len: int, micro_batch: int, samples: int, document_mask: bool, vocab_size: int
-) -> Iterator[MicroBatch]:
-    """The first `samples` chunks of a held-out corpus (all of them, if fewer) in natural order.
+    corpus: IndexedCorpus, *, seq_len: int, micro_batch: int, samples: int, document_mask: bool, vocab_size: int,
+    rank: int = 0, ranks: int = 1, group: int = 1,
+) -> Iterator[tuple[MicroBatch, ...]]:  # fmt: skip
+    """This rank's share of the first `samples` chunks of a held-out corpus (all, if fewer) in natural order.
 
-    Every micro-batch has `micro_batch` rows: the last one is filled up by repeating its last sample without
-    targets, so that neither shapes nor the loss depend on `micro_batch`. Raises DataRefused for a corpus
-    shorter than one sample, or an id outside the vocabulary.
+    Comes in groups of `group` micro-batches, as many groups on every rank, every micro-batch of `micro_batch`
+    rows: what is missing at the end is filled up by repeating the last sample without targets, so that neither
+    shapes nor the loss depend on `micro_batch` or `ranks`. Raises DataRefused for a corpus shorter than one
+    sample, or an id outside the vocabulary.
     """
     order = SampleOrder(corpus.tokens, seq_len, seed=0, source=str(corpus.prefix), shuffle=False)
     packer = Packer(corpus, seq_len, document_mask, vocab_size)
     count = min(samples, order.samples_per_epoch)
-    for first in range(0, count, micro_batch):
-        part = range(first, min(first + micro_batch, count))
-        starts = [order.start(min(first + row, count - 1)) for row in range(micro_batch)]
-        yield packer.pack(starts, part)
+    for begin in range(0, count, group * ranks * micro_batch):
+        firsts = (begin + (number * ranks + rank) * micro_batch for number in range(group))
+        yield tuple(_held_out(packer, order, first, micro_batch, count) for first in firsts)
 
 
-def _check_sizes(global_batch: int, micro_batch: int, prefetch: int) -> None:
-    if micro_batch < 1 or global_batch < 1 or global_batch % micro_batch:
+def _held_out(packer: Packer, order: SampleOrder, first: int, rows: int, count: int) -> MicroBatch:
+    """Samples [first, first + rows) of a corpus of which `count` are read."""
+    part = range(min(first, count), min(first + rows, count))
+    return packer.pack([order.start(min(first + row, count - 1)) for row in range(rows)], part)
+
+
+def _check_sizes(global_batch: int, micro_batch: int, ranks: int, prefetch: int) -> None:
+    if micro_batch < 1 or global_batch < 1 or global_batch % (micro_batch * ranks):
         raise DataRefused(
-            f"train.global_batch={global_batch} must be a multiple of "
-            f"train.micro_batch={micro_batch}, both at least 1: change one of them"
+            f"train.global_batch={global_batch} must be a multiple of train.micro_batch={micro_batch} times the "
+            f"{ranks} data-parallel ranks, each at least 1: change one of them"
         )
     if prefetch < 0:
         raise DataRefused(f"data.prefetch={prefetch} must be at least 0: set 2, or 0 for no thread")

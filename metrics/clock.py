@@ -13,6 +13,9 @@ PARTS = (
     "optimizer", "checkpoint", "evaluation", "other",
 )  # fmt: skip
 
+# Parts that are work of the device; the others are the host's, or wait for the device.
+_ON_DEVICE = ("forward", "backward", "optimizer", "grad_sync", "pipeline_idle")
+
 
 class StepClock:
     """Adds up the time of named parts; what no part claimed is `other`.
@@ -23,22 +26,54 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
         self.parts = dict.fromkeys(PARTS, 0.0)
-        self.pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event, int]] = []
         self.started = time.perf_counter()
+        self.inside = False
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time of the block goes to `name`; parts are not nested."""
-        if self.on_cuda and name in ("forward", "backward", "optimizer"):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+        """Time of the block goes to `name`; a part inside another one is not counted apart."""
+        if self.inside:
             yield
-            end.record()
-            self.pending.append((name, begin, end))
             return
+        self.inside = True
+        try:
+            with self._between(name, None) if self._by_events(name) else self._timed(name):
+                yield
+        finally:
+            self.inside = False
+
+    @contextmanager
+    def rest(self, name: str) -> Iterator[None]:
+        """Time of the block that no part inside it claims goes to `name`."""
+        if self._by_events(name):
+            with self._between(name, len(self.pending)):
+                yield
+            return
+        before = sum(self.parts.values())
+        with self._timed(name):
+            yield
+        claimed = sum(self.parts.values()) - before
+        self.parts[name] -= claimed - self._last
+
+    def _by_events(self, name: str) -> bool:
+        return self.on_cuda and name in _ON_DEVICE
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.parts[name] += time.perf_counter() - start
+        self._last = time.perf_counter() - start
+        self.parts[name] += self._last
+
+    @contextmanager
+    def _between(self, name: str, first_inside: int | None) -> Iterator[None]:
+        """Record events around the block; those recorded inside from `first_inside` on are taken off again."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self.pending.append((name, begin, end, 0 if first_inside is None else len(self.pending) - first_inside))
 
     def add(self, name: str, seconds: float) -> None:
         """Seconds measured elsewhere."""
@@ -49,8 +84,10 @@ class StepClock:
 
         Device work must be done by then (the loss has been read).
         """
-        for name, begin, end in self.pending:
-            self.parts[name] += begin.elapsed_time(end) / 1000.0
+        lasted: list[float] = []
+        for name, begin, end, inside in self.pending:
+            lasted.append(begin.elapsed_time(end) / 1000.0)
+            self.parts[name] += lasted[-1] - sum(lasted[-1 - inside : -1])
         self.pending.clear()
         now = time.perf_counter()
         total = now - self.started

@@ -21,10 +21,10 @@ class Reporter:
 
     console: Console
     """Terminal and log.txt."""
-    lines: JsonLines
-    """metrics.jsonl."""
-    wandb: Wandb
-    """W&B, possibly disabled."""
+    lines: JsonLines | None
+    """metrics.jsonl; None on a process that does not lead."""
+    wandb: Wandb | None
+    """W&B, possibly disabled; None likewise."""
     attempt: int
     """How many times this run has been started."""
     last_step: int
@@ -49,16 +49,19 @@ class Reporter:
 
     def _send(self, record: dict[str, Any]) -> None:
         clean = finite_record(record)
-        self.lines.write(clean)
-        self.wandb.write(clean)
+        for sink in (self.lines, self.wandb):
+            if sink is not None:
+                sink.write(clean)
 
     def __enter__(self) -> Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close every sink but the console; W&B learns how the run ended."""
-        self.lines.close()
-        self.wandb.close(0 if error is None else getattr(error, "exit_code", 1))
+        if self.lines is not None:
+            self.lines.close()
+        if self.wandb is not None:
+            self.wandb.close(0 if error is None else getattr(error, "exit_code", 1))
 
 
 def step_line(record: dict[str, Any], total_steps: int, seconds_left: float) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
-from errors import ConfigRefused, DataRefused, Refused
+from errors import CheckpointRefused, ConfigRefused, DataRefused, Diverged, PeerLost, Refused, StopRequested
 from files import write_whole
 from metrics.sinks import Console
 
@@ -25,6 +25,8 @@ class _Held(ConfigRefused):
     """Another process has the folder: its status is not ours to write."""
 
 
+# What ends all processes with the same words, of which the one that leads says them.
+_SHARED = (ConfigRefused, CheckpointRefused, Diverged, PeerLost, StopRequested)
 _STATES = {130: "interrupted", 2: "refused", 3: "refused", 4: "diverged", 75: "stopped"}
 _REPORTED = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors", "sentencepiece", "wandb", "transformer-engine")
 
@@ -92,6 +94,19 @@ class RunDirectory:
             console.close()
 
     @contextmanager
+    def following(self, rank: int) -> Iterator[None]:
+        """Around a start on a process that does not lead: a failure of its own is told, as the others only wait."""
+        try:
+            with self._refusing_what_the_system_refuses():
+                yield
+        except _SHARED:
+            raise
+        except Exception as error:
+            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+            self._record_end(error, Console(silent=True))
+            raise
+
+    @contextmanager
     def _refusing_what_the_system_refuses(self) -> Iterator[None]:
         """A full disk, a folder where a file should be, a missing permission: a message, and the trace in the log."""
         try:
@@ -106,7 +121,8 @@ class RunDirectory:
         code = error.exit_code if isinstance(error, Refused) else 130 if isinstance(error, KeyboardInterrupt) else 1
         with suppress(OSError):
             status = self.status()
-            if status:
+            told = isinstance(error, PeerLost) and status.get("state") != "running"  # by the process that was lost
+            if status and not told:
                 self.write_status(_STATES.get(code, "failed"), code, status.get("step", 0), status.get("attempt", 1))
             plain = isinstance(error, Refused) and error.__cause__ is None
             console.note(str(error) if plain else "".join(format_exception(error)))

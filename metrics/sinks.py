@@ -16,10 +16,13 @@ from metrics.config import MetricsConfig
 
 
 class Console:
-    """Says each line on the terminal and, once it knows the run's folder, in its log.txt with the time."""
+    """Says each line on the terminal and, once it knows the run's folder, in its log.txt with the time.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self.stream = stream if stream is not None else sys.stdout
+    A silent one says nothing: of several processes one speaks.
+    """
+
+    def __init__(self, stream: TextIO | None = None, silent: bool = False) -> None:
+        self.stream, self.silent = stream if stream is not None else sys.stdout, silent
         self.log: TextIO | None = None
         self.early: list[str] = []
 
@@ -32,6 +35,8 @@ class Console:
 
     def say(self, line: str) -> None:
         """Print one line."""
+        if self.silent:
+            return
         try:
             print(line, file=self.stream, flush=True)
         except BrokenPipeError:  # nobody reads any more; the log still does

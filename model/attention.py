@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from model.attention_kernels import BLOCK, block_keys, blocked_attention, fused_attention
 from model.config import ModelConfig
 from model.norm import RMSNorm
 from model.rope import rotate, rotation_table
+from parallel.tensor import Linears
 
 
 @dataclass(frozen=True)
@@ -95,30 +97,44 @@ def _block_masks(first: Tensor | None, seq_len: int, dtype: torch.dtype, window:
 
 
 class Attention(nn.Module):
-    """x [T, hidden] -> [T, hidden]. The rows of `qkv` are grouped by KV head: its queries, its key, its value."""
+    """x [T/tp, hidden] -> [T/tp, hidden]. The rows of `qkv` are grouped by KV head: its queries, its key, its value.
 
-    def __init__(self, config: ModelConfig, device: torch.device | None = None) -> None:
+    With tensor parallelism this rank has kv_heads / tp of the groups, of all tokens.
+    """
+
+    def __init__(self, config: ModelConfig, linears: Linears, device: torch.device | None = None) -> None:
         super().__init__()
-        self.kv_heads = config.kv_heads
+        self.kv_heads = config.kv_heads // linears.axis.size
         self.group = config.heads // config.kv_heads
         self.head_dim = config.head_dim or config.hidden // config.heads
+        self.linears = linears
         rows = config.kv_heads * (self.group + 2) * self.head_dim
         width = config.heads * self.head_dim
-        self.qkv = nn.Linear(config.hidden, rows, bias=config.bias, device=device)
-        self.out = nn.Linear(width, config.hidden, bias=config.bias, device=device)
+        self.qkv = linears.column(config.hidden, rows, config.bias, device)
+        self.out = linears.row(width, config.hidden, config.bias, device)
         norm = config.qk_norm
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps, device) if norm else None
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps, device) if norm else None
+        self.recompute = False
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+        """x [T/tp, hidden] -> [T/tp, hidden]."""
         shape = (context.batch, context.seq_len, self.kv_heads, self.group + 2, self.head_dim)
-        q, k, v = self.qkv(x).view(shape).split([self.group, 1, 1], dim=3)
+        qkv = self.qkv(self.linears.gather(x)).view(shape)
+        if self.recompute and torch.is_grad_enabled():
+            core = checkpoint(self._core, qkv, context, use_reentrant=False, preserve_rng_state=False)
+        else:
+            core = self._core(qkv, context)
+        return self.out(core)  # type: ignore[no-any-return]
+
+    def _core(self, qkv: Tensor, context: AttentionContext) -> Tensor:
+        """qkv [B, S, kv, g + 2, d] -> [T, kv * g * d]: everything between the two linears."""
+        q, k, v = qkv.split([self.group, 1, 1], dim=3)
         k, v = k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        attend = self._blocked if x.device.type == "cpu" else self._fused
-        return self.out(attend(q, k, v, context))  # type: ignore[no-any-return]
+        attend = self._blocked if qkv.device.type == "cpu" else self._fused
+        return attend(q, k, v, context)
 
     def _blocked(self, q: Tensor, k: Tensor, v: Tensor, c: AttentionContext) -> Tensor:
         """Heads first, each KV head's queries folded into rows: q [B, kv, S, g, d], k and v [B, kv, S, d]."""

@@ -11,7 +11,7 @@ from model.loss import chunk_terms
 from model.transformer import Decoder
 
 
-def compile_regions(model: Decoder) -> None:
+def compile_regions(model: Decoder, device: torch.device) -> None:
     """Compile each block in place, and the loss's inner part on CUDA; the first step of each shape is slow.
 
     On a CPU the loss goes by rows that fit the cache, which beats the compiled form three times over.
@@ -20,7 +20,7 @@ def compile_regions(model: Decoder) -> None:
     # torch 2.13's pattern for attention matches the blocked form without gradients and gets its shapes wrong;
     # the one for addmm takes the residual's addition out of the norm's loop, where it costs nothing.
     options: dict[str, str | int | bool | Callable[..., Any]] = {"pattern_matcher": False}
-    for block in model.layers:
+    for block in model.blocks:
         block.compile(options=options)
-    if model.norm.weight.device.type == "cuda":
+    if device.type == "cuda":
         model.loss_terms = torch.compile(chunk_terms, options=options)

@@ -36,6 +36,15 @@ def squared_lengths(cu_seqlens: Tensor, window: int | None) -> int:
     return int((2 * seen * length - seen * seen).sum())
 
 
+def recomputed_flops(config: ModelConfig, tokens: int, squared_lengths: int, recompute: str, every: int) -> int:
+    """FLOPs of forward products that are made again in a step's backward pass, under train.recompute."""
+    head_dim = config.head_dim or config.hidden // config.heads
+    pairs = 2 * config.heads * head_dim * squared_lengths  # a block's attention, forward
+    block = 2 * tokens * block_weights(config) + pairs
+    blocks = {"full": config.layers, "every_n": -(-config.layers // every)}
+    return config.layers * pairs if recompute == "selective" else blocks.get(recompute, 0) * block
+
+
 def step_flops(config: ModelConfig, tokens: int, squared_lengths: int) -> int:
     """FLOPs of forward and backward over a step.
 

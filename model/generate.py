@@ -27,7 +27,7 @@ def continue_tokens(
     The whole context (at most `context` latest tokens) is computed anew for each token: this is a look at a
     model, not a server.
     """
-    device = model.embedding.weight.device
+    device = model.head_weight.device
     generator = torch.Generator().manual_seed(seed)
     out = list(tokens)
     for _ in range(count):

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.batch import IGNORE
+from parallel.collectives import gather_plain
+from parallel.mesh import ALONE, Axis
 
 _NO_GRADIENT = (None,) * 5  # of what is neither input nor weight
 _ROWS = 32  # rows of logits worked on at a time on a CPU, so that their fp32 form stays in the cache
@@ -24,50 +26,89 @@ class LossSettings:
     """How the loss of one micro-batch is made."""
 
     vocab_size: int
-    """Entries that may be predicted; the rows of the head beyond it are padding."""
+    """Entries that may be predicted, on this rank; the rows of its head beyond them are padding."""
     chunk: int
     """Tokens whose logits exist at one time."""
     z_loss: float
     """Coefficient of logsumexp^2 in the objective."""
+    offset: int = 0
+    """First entry of the vocabulary that this rank's head has."""
+    axis: Axis = ALONE
+    """Ranks that share the vocabulary."""
 
 
 def chunk_terms(
     logits: Tensor, labels: Tensor, settings: LossSettings, scale: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Losses of one chunk; its logits [C, padded vocabulary] become their own gradient, in place.
+    """Losses of one chunk; its logits [C, this rank's entries] become their own gradient, in place.
 
     Args:
         logits: compute dtype; with_grad: afterwards scale * d(sum of cross-entropy + z_loss * logsumexp^2) / d logits.
         labels: [C] int64, IGNORE where there is no target.
 
     Returns:
-        (sum of cross-entropy, sum of logsumexp^2) in fp32 (fp64 for fp64 logits).
+        (sum of cross-entropy, sum of logsumexp^2) in fp32 (fp64 for fp64 logits), over the whole vocabulary.
     """
-    rows = len(logits) if torch.compiler.is_compiling() or logits.device.type != "cpu" else _ROWS
+    apart = settings.axis.group is not None  # then one message a chunk, not one for each few rows
+    rows = len(logits) if apart or torch.compiler.is_compiling() or logits.device.type != "cpu" else _ROWS
     logits[:, settings.vocab_size :] = float("-inf")
     sums = [
-        _row_terms(logits[row : row + rows], labels[row : row + rows], settings.z_loss, scale if with_grad else None)
+        _row_terms(logits[row : row + rows], labels[row : row + rows], settings, scale if with_grad else None)
         for row in range(0, len(logits), rows)
     ]
     losses, squares = (torch.stack(parts).sum() for parts in zip(*sums, strict=True))
     return losses, squares
 
 
-def _row_terms(logits: Tensor, labels: Tensor, z_loss: float, scale: float | None) -> tuple[Tensor, Tensor]:
+def _row_terms(logits: Tensor, labels: Tensor, settings: LossSettings, scale: float | None) -> tuple[Tensor, Tensor]:
     """`chunk_terms` of a few rows, whose fp32 form fits the cache; scale None: the gradient is not needed."""
     valid = (labels != IGNORE)[:, None]
     target = labels.clamp(min=0)[:, None]
-    log_p = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    log_target = log_p.gather(1, target)
-    lse = logits.gather(1, target) - log_target
+    if settings.axis.group is None:
+        own = valid
+        log_p = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        log_target = log_p.gather(1, target)
+        lse = logits.gather(1, target) - log_target
+    else:
+        target = target - settings.offset
+        own = valid & (target >= 0) & (target < settings.vocab_size)
+        target = target.clamp(0, logits.shape[1] - 1)
+        log_p, log_target, lse = _shared_softmax(logits, target, own, settings)
     losses, squares = -(log_target * valid).sum(), (lse.square() * valid).sum()
     if scale is not None:
         grad = log_p.exp_()
-        if z_loss:
-            grad *= 1.0 + 2.0 * z_loss * lse
-        grad.scatter_add_(1, target, -torch.ones_like(log_target))
+        if settings.z_loss:
+            grad *= 1.0 + 2.0 * settings.z_loss * lse
+        grad.scatter_add_(1, target, -own.to(grad.dtype))
         logits.copy_(grad.mul_(valid).mul_(scale))
     return losses, squares
+
+
+def _shared_softmax(
+    logits: Tensor, target: Tensor, own: Tensor, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log softmax over a vocabulary whose entries lie on several ranks, by one small exchange.
+
+    Args:
+        logits: [C, this rank's entries].
+        target: [C, 1] index among them of the label, where `own`.
+
+    Returns:
+        log p [C, this rank's entries], log p of the label [C, 1], logsumexp [C, 1], in fp32 or fp64.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    if settings.vocab_size:
+        log_p = F.log_softmax(logits, -1, dtype=wide)
+        local = logits[:, :1] - log_p[:, :1]
+    else:  # nothing but padding here, of which a softmax would make NaN
+        log_p = logits.to(wide)
+        local = log_p[:, :1]
+    chosen = (logits.gather(1, target).to(wide)).where(own, torch.zeros((), dtype=wide, device=logits.device))
+    every = gather_plain(torch.cat([local, chosen], 1), settings.axis)  # [ranks, C, 2]
+    lse = every[..., :1].logsumexp(0)
+    log_target = every[..., 1:].sum(0) - lse
+    shift = torch.where(local == float("-inf"), 0.0, local - lse)
+    return log_p.add_(shift), log_target, lse
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -116,7 +157,7 @@ def chunked_loss(
 
     Args:
         x: [T, hidden] after the final norm.
-        weight: [padded vocabulary, hidden].
+        weight: [padded vocabulary / tp, hidden].
         labels: [T] int64, IGNORE where there is no target.
         scale: 1 / number of valid tokens in the whole step, so that micro-batches simply add up.
         terms: `chunk_terms`, or its compiled form.

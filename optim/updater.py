@@ -1,20 +1,24 @@
 """One optimizer step: gradients of all micro-batches in, new weights out, or nothing if they are not finite.
 
-Compute weights may be bf16; each then has an fp32 master that AdamW updates and that is rounded into it
-afterwards. Their gradients are fp32 from the first addition on (`grad_dtype`), so micro-batches add up
-without bf16 rounding.
+Everything here works on this rank's rectangles alone. Where FSDP shards a parameter, the shard is the fp32
+master. Elsewhere compute weights may be bf16; each then has an fp32 master that AdamW updates and that is
+rounded into it afterwards, and gradients are fp32 from the first addition on (`grad_dtype`), so micro-batches
+add up without bf16 rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from errors import CheckpointRefused
 from optim.config import OptimConfig
+from parallel.shards import Shard
 
 _NORM_PIECE = 1 << 15  # elements whose squares are summed in one fp32 number
 
@@ -29,14 +33,30 @@ class StepOutcome:
     """1.0 where the gradients were not finite and nothing was changed, else 0.0."""
 
 
-def global_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Square root of the sum of squares of all elements, an fp64 scalar.
+def square_sum(gradients: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of all elements, an fp64 scalar.
 
     Pieces are summed in their own format and added up in fp64: a sum over millions of elements in fp32 loses
     up to a hundredth, more the larger the tensor.
     """
     pieces = [piece for gradient in gradients for piece in gradient.reshape(-1).split(_NORM_PIECE)]
-    return torch.stack(torch._foreach_norm(pieces, 2.0)).double().square().sum().sqrt()
+    return torch.stack(torch._foreach_norm(pieces, 2.0)).double().square().sum()
+
+
+def global_norm(gradients: Sequence[tuple[Tensor, int]], everywhere: bool) -> Tensor:
+    """Square root of the sum of squares of each distinct element of the model once, an fp64 scalar.
+
+    Args:
+        gradients: this rank's rectangles, each with the number of ranks that hold it.
+        everywhere: sum over all ranks; every rank gets the same bits.
+    """
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for gradient, copies in gradients:
+        by_copies[copies].append(gradient)
+    total = torch.stack([square_sum(group) / copies for copies, group in by_copies.items()]).sum()
+    if everywhere:
+        dist.all_reduce(total)
+    return total.sqrt()
 
 
 def decays(name: str, parameter: Tensor, config: OptimConfig) -> bool:
@@ -47,19 +67,20 @@ def decays(name: str, parameter: Tensor, config: OptimConfig) -> bool:
 
 
 class Updater:
-    """AdamW over the master weights of a model, with clipping and skipping inside the fused kernel.
+    """AdamW over the master weights of this rank, with clipping and skipping inside the fused kernel.
 
-    The model comes in the masters' dtype and leaves in `compute_dtype`; where they are the same, the model's
-    parameters are the masters.
+    Parameters come in the masters' dtype; those that FSDP does not shard leave in `compute_dtype`. Where they
+    are the same, the parameters are the masters.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, compute_dtype: torch.dtype) -> None:
-        self.config = config
-        self.compute = dict(model.named_parameters())
-        self.masters = _split_masters(model, compute_dtype)
+    def __init__(
+        self, shards: Sequence[Shard], config: OptimConfig, compute_dtype: torch.dtype, everywhere: bool = False
+    ) -> None:
+        self.config, self.shards, self.everywhere = config, list(shards), everywhere
+        self.masters = [_master(each, compute_dtype) for each in self.shards]
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, master in self.masters.items():
-            groups[decays(name, master, config)].append(master)
+        for each, master in zip(self.shards, self.masters, strict=True):
+            groups[decays(each.name, master, config)].append(master)
         self.adamw = torch.optim.AdamW(
             [
                 {"params": groups[True], "weight_decay": config.weight_decay},
@@ -68,23 +89,19 @@ class Updater:
             lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
         )  # fmt: skip
 
-    @property
-    def _apart(self) -> list[str]:
-        """Names whose master is another tensor than the compute weight."""
-        return [n for n, p in self.compute.items() if self.masters[n] is not p]
-
     def step(self, lr: float) -> StepOutcome:
         """Update every weight with the gradients gathered since the last step, and clear them."""
-        for name, parameter in self.compute.items():
-            self.masters[name].grad = parameter.grad
-        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = global_norm(gradients)
+        held: list[tuple[Tensor, int]] = []
+        for each, master in zip(self.shards, self.masters, strict=True):
+            master.grad = each.gradient
+            held += [(master.grad, each.copies)] if master.grad is not None else []
+        norm = global_norm(held, self.everywhere)
         skipped = (~norm.isfinite()).float()
         for group in self.adamw.param_groups:
             group["lr"] = lr
         divisor = self._divisor(norm)
-        if gradients[0].dtype == torch.float64:  # the kernel's divisor is fp32, too coarse for a proof in fp64
-            torch._foreach_div_(gradients, divisor)
+        if held[0][0].dtype == torch.float64:  # the kernel's divisor is fp32, too coarse for a proof in fp64
+            torch._foreach_div_([gradient for gradient, _ in held], divisor)
             divisor = torch.ones_like(divisor)
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is set: clipping
         # costs no pass over memory and skipping needs no answer from the device.
@@ -103,46 +120,47 @@ class Updater:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the compute weights."""
-        names = self._apart
-        if names:
-            torch._foreach_copy_([self.compute[n] for n in names], [self.masters[n] for n in names])
+        """Round the masters into the compute weights that are apart from them."""
+        apart = [
+            (each.parameter, master)
+            for each, master in zip(self.shards, self.masters, strict=True)
+            if not isinstance(each.parameter, DTensor) and each.parameter is not master
+        ]
+        if apart:
+            torch._foreach_copy_([weight for weight, _ in apart], [master for _, master in apart])
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
-        for name, parameter in self.compute.items():
-            parameter.grad = self.masters[name].grad = None
+        for each, master in zip(self.shards, self.masters, strict=True):
+            each.parameter.grad = master.grad = None
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything a checkpoint keeps, by layout-free name: weights and both moments, in the master's dtype."""
+    def tensors(self) -> Iterator[tuple[str, Tensor, Shard]]:
+        """Everything a checkpoint keeps: layout-free name, this rank's rectangle in the master's dtype, its place.
+
+        Weights and both moments; writing into the tensors is writing into the optimizer.
+        """
         self._ensure_state()
-        out: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
-            out[f"model.{name}"] = master.detach()
-            out[f"optim.exp_avg.{name}"] = self.adamw.state[master]["exp_avg"]
-            out[f"optim.exp_avg_sq.{name}"] = self.adamw.state[master]["exp_avg_sq"]
-        return out
+        for each, master in zip(self.shards, self.masters, strict=True):
+            yield f"model.{each.name}", master.detach(), each
+            for moment in ("exp_avg", "exp_avg_sq"):
+                yield f"optim.{moment}.{each.name}", self.adamw.state[master][moment], each
 
     @property
     def updates(self) -> int:
         """Steps that changed the weights (skipped ones do not count)."""
         self._ensure_state()
-        return int(self.adamw.state[next(iter(self.masters.values()))]["step"].item())
+        return int(self.adamw.state[self.masters[0]]["step"].item())
 
-    @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Take over what `tensors()` gave, copying in place; names, shapes and dtypes must be the same."""
-        own = self.tensors()
-        _check_same(own, tensors)
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
-        for master in self.masters.values():
+    def resume(self, updates: int) -> None:
+        """Go on from what was written into `tensors()`."""
+        self._ensure_state()
+        for master in self.masters:
             self.adamw.state[master]["step"].fill_(updates)
         self.publish()
 
     def _ensure_state(self) -> None:
         """Make AdamW's state as it is before the first step."""
-        for master in self.masters.values():
+        for master in self.masters:
             if master not in self.adamw.state:
                 self.adamw.state[master] = {
                     "step": torch.zeros((), dtype=torch.float32, device=master.device),
@@ -151,29 +169,14 @@ class Updater:
                 }
 
 
-def _split_masters(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """Round the model to compute_dtype, keeping its parameters as masters; gradients take the masters' dtype."""
-    named = dict(model.named_parameters())
-    if all(p.dtype == compute_dtype for p in named.values()):
-        return named
-    masters = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}
-    model.to(compute_dtype)
-    for name, parameter in named.items():
-        parameter.grad_dtype = masters[name].dtype
-    return masters
-
-
-def _check_same(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Refuse a checkpoint whose names, shapes or dtypes differ from the model's, naming them."""
-    missing, extra = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    if missing or extra:
-        raise CheckpointRefused(
-            f"the checkpoint's tensors are not this model's: missing {missing[:5]} ({len(missing)}), "
-            f"unexpected {extra[:5]} ({len(extra)}); resume with the model config that wrote it"
-        )
-    for name, tensor in own.items():
-        if tensor.shape != given[name].shape or tensor.dtype != given[name].dtype:
-            raise CheckpointRefused(
-                f"tensor {name} is {tuple(given[name].shape)} {given[name].dtype} in the checkpoint, "
-                f"{tuple(tensor.shape)} {tensor.dtype} here; resume with the model and precision that wrote it"
-            )
+def _master(shard: Shard, compute_dtype: torch.dtype) -> nn.Parameter:
+    """What the optimizer updates; a plain parameter of another dtype is rounded, its gradient stays in the master's."""
+    parameter = shard.parameter
+    if isinstance(parameter, DTensor):
+        return nn.Parameter(shard.local)
+    if parameter.dtype == compute_dtype:
+        return parameter
+    master = nn.Parameter(parameter.detach().clone())
+    parameter.data = parameter.data.to(compute_dtype)
+    parameter.grad_dtype = master.dtype
+    return master

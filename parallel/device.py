@@ -59,19 +59,27 @@ class Machine:
     """Whether the peak was measured here, rather than given or published."""
 
 
+def local_device(asked: str, local_rank: int) -> torch.device:
+    """The device of one of several processes on a host: each has a GPU of its own."""
+    kind = choose_device(asked).value
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+
+
 def set_up_machine(
-    device: str, threads: int | None, precision: PrecisionConfig, peak: float | None, matmul: str | None, say: Say
-) -> Machine:
+    target: torch.device, threads: int | None, sharing: int, precision: PrecisionConfig, peak: float | None,
+    matmul: str | None, say: Say,
+) -> Machine:  # fmt: skip
     """Choose, set and announce device, threads, fp32 products and the peak.
 
     Args:
-        device, threads: as in the train config.
+        target: from `local_device`.
+        threads: as in the train config.
+        sharing: processes on this host that share the cores.
         peak: FLOP/s given by the user; None: published, or measured on a CPU (TFLOP/s).
         matmul: the choice of the run being resumed, kept where it is still true fp32; None: choose.
         say: prints a line.
     """
-    where, count = choose_device(device), choose_threads(threads)
-    target = torch.device(where.value)
+    where, count = choose_device(target.type), choose_threads(threads, sharing)
     torch.set_num_threads(int(count.value))
     how = choose_matmul(precision, target, matmul)
     torch.set_float32_matmul_precision(how.value)
@@ -134,11 +142,13 @@ def choose_device(asked: str) -> Choice:
     return Choice("cpu", "no CUDA device")
 
 
-def choose_threads(asked: int | None) -> Choice:
-    """CPU threads: those asked for, else the cores this process may run on."""
+def choose_threads(asked: int | None, sharing: int = 1) -> Choice:
+    """CPU threads: those asked for, else the share of the cores this process may run on."""
     if asked is not None:
         return Choice(str(asked), f"train.threads={asked}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if sharing > 1:
+        return Choice(str(max(1, cores // sharing)), f"{cores} cores for {sharing} processes")
     return Choice(str(cores), "the cores this process may use")
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from checkpoint import store
+from checkpoint.pieces import whole
 from checkpoint.store import RunState
 from errors import CheckpointRefused
 
@@ -22,7 +23,8 @@ STATE = RunState(
 
 
 def save(folder, step, keep=2, **options):
-    return store.save(folder, TENSORS, replace(STATE, step=step), keep=keep, **options)
+    pieces = {name: whole(tensor) for name, tensor in TENSORS.items()}
+    return store.save(folder, pieces, replace(STATE, step=step), keep=keep, **options)
 
 
 def newest(folder):
@@ -44,7 +46,9 @@ def test_what_is_saved_is_read_back(tmp_path):
 def test_only_safetensors_json_and_the_tokenizer_are_written(tmp_path):
     (tmp_path / "t.model").write_bytes(b"spm")
     path = save(tmp_path / "c", 1, tokenizer=tmp_path / "t.model")
-    assert {p.name for p in path.iterdir()} == {"tensors.safetensors", "state.json", "tokenizer.model"}
+    assert {p.name for p in path.iterdir()} == {
+        "tensors.safetensors", "pieces.json", "state.json", "tokenizer.model",
+    }  # fmt: skip
     assert {p.name for p in (tmp_path / "c").iterdir()} == {"step_00000001", "latest"}
 
 
@@ -79,22 +83,23 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from checkpoint import store
+from checkpoint import store, tensors
+from checkpoint.pieces import whole
 calls = 0
-for name in ("write_whole", "sync", "save_file"):
-    def wrapped(*args, _real=getattr(store, name), **options):
+for room, name in ((tensors, "save_file"), (tensors, "sync"), (store, "sync"), (store, "write_whole")):
+    def wrapped(*args, _real=getattr(room, name), **options):
         global calls
         calls += 1
         if calls == int(sys.argv[2]):
             os.kill(os.getpid(), signal.SIGKILL)
         return _real(*args, **options)
-    setattr(store, name, wrapped)
+    setattr(room, name, wrapped)
 state = store.RunState(2, 0, 0, 0, data={}, config={}, vocab_size=9)
-store.save(Path(sys.argv[1]), {"model.a": torch.ones(1000)}, state, keep=1)
+store.save(Path(sys.argv[1]), {"model.a": whole(torch.ones(1000))}, state, keep=1)
 """
 
 
-@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, moment):
     save(tmp_path, 1)
     done = subprocess.run(
@@ -154,7 +159,7 @@ def test_starting_anew_over_a_run_is_refused_and_overwrites_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[1]", '{"format": 99}', '{"format": 1, "step": 3}', '{"format": 1, "step": "x", "config": []}']
+    "content", ["", "[1]", '{"format": 1}', '{"format": 2, "step": 3}', '{"format": 2, "step": "x", "config": []}']
 )
 def test_a_state_that_cannot_be_read_is_refused(tmp_path, content):
     path = save(tmp_path, 1)

@@ -117,6 +117,62 @@ def test_a_refusal_becomes_its_exit_code(raised: BaseException, code: int, capsy
     assert str(raised) in capsys.readouterr().err
 
 
+def started_as(monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+SAID = [
+    (["lr=3"], 2),
+    (["--hlep"], 2),
+    (["--cfg", "jbo"], 2),
+    (["parallel.tp=3"], 2),
+    (["-m", "optim.lr=1,2"], 2),
+    (["--help"], 0),
+    (["train.micro_batch=4", "--cfg", "job"], 0),
+]
+
+
+@pytest.mark.parametrize(("argv", "code"), SAID, ids=[" ".join(case[0]) for case in SAID])
+def test_every_rank_comes_to_the_same_exit_code_and_rank_0_says_why(
+    argv: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        started_as(monkeypatch, rank, 2)
+        assert main(nothing, argv) == code
+        printed = capsys.readouterr()
+        assert ((printed.out if code == 0 else printed.err) != "") == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(DataRefused("b"), 3), (StopRequested("d"), 75), (KeyboardInterrupt(), 130)]
+)
+def test_a_refusal_inside_the_run_is_said_by_rank_0_alone(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: Config, overrides: list[str]) -> int:
+        raise raised
+
+    for rank in (0, 3):
+        started_as(monkeypatch, rank, 4)
+        assert main(run, ["train.micro_batch=2"]) == code
+        assert (capsys.readouterr().err != "") == (rank == 0)
+
+
+def test_the_rules_know_how_many_processes_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(nothing, ["parallel.tp=2"]) == 2
+    started_as(monkeypatch, 1, 2)
+    assert main(nothing, ["parallel.tp=2"]) == 0
+
+
+def test_a_launcher_that_does_not_number_its_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(nothing, []) == 2
+    assert "RANK=None" in capsys.readouterr().err
+
+
 def test_other_commands_add_their_own_flags() -> None:
     invocation = parse(
         ["--ranks", "4", "optim.lr=1", "--steps=2"],

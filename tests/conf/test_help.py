@@ -65,3 +65,11 @@ def test_the_documented_examples_compose(monkeypatch: pytest.MonkeyPatch) -> Non
     for command in commands:
         invocation = parse(shlex.split(command)[2:])
         assert plan(invocation.overrides) if invocation.multirun else attempt(invocation.overrides)[1] == []
+
+
+def test_the_documented_start_of_many_processes_composes() -> None:
+    from conf.compose import attempt
+
+    (command,) = (line.split() for line in TEXT.split("Examples")[1].splitlines() if line.startswith("  torchrun"))
+    assert command[:4] == ["torchrun", "--nproc-per-node", "4", "train.py"]
+    assert attempt(command[4:], world=4)[1] == []

@@ -126,7 +126,26 @@ def test_nothing_starts_when_one_combination_is_wrong(program: str, capfd: pytes
     assert "job" not in printed.out and "model.layers=0" in printed.err
 
 
-def test_a_sweep_under_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigRefused, match="rank of a launcher"):
-        plan(["optim.lr=1,2"])
+@pytest.mark.parametrize(
+    "started",
+    [
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {
+            "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n1",
+        },
+    ],
+    ids=["torchrun", "srun"],
+)  # fmt: skip
+def test_a_sweep_under_a_launcher_is_refused(
+    started: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    assert main(lambda config, overrides: 0, ["-m", "optim.lr=1,2"]) == 2
+    said = capsys.readouterr().err
+    assert "rank of a launcher" in said and "torchrun of its own" in said
+
+
+def test_a_sweep_over_layouts_is_refused_with_how_to_start_each() -> None:
+    with pytest.raises(ConfigRefused, match="torchrun --nproc-per-node 2"):
+        plan(["parallel.tp=1,2"])

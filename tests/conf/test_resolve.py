@@ -41,6 +41,8 @@ def varied(key: str) -> Any:
         return "another"
     if element(kind) is str:
         return ["x"]
+    if element(kind) is int:
+        return [1]
     if key == "data.sources":
         return [{"name": "a", "prefix": "p"}]
     if key == "model.rope_scaling":
@@ -126,6 +128,15 @@ def test_changes_tells_what_may_change_from_what_may_not() -> None:
 def test_the_same_config_has_no_changes() -> None:
     config = compose(["model=8b", "metrics.wandb_tags=[a]", "data=indexed", "data.sources=[{name: a, prefix: p}]"])
     assert changes(yaml.safe_load(to_yaml(config)), config) == ([], [])
+
+
+def test_the_cut_and_what_is_recomputed_may_change_and_leave_the_name_alone() -> None:
+    before = compose(["train.micro_batch=2"])
+    cut = ["parallel.tp=2", "parallel.pp=2", "parallel.zero=3", "train.recompute=full", "train.recompute_n=3"]
+    after = compose(["train.micro_batch=2", *cut], world=8)
+    free, refused = changes(to_dict(before), after)
+    assert {each.key for each in free} == {override.split("=")[0] for override in cut}
+    assert refused == [] and run_name(before) == run_name(after)
 
 
 def test_a_key_named_in_checkpoint_allow_may_change() -> None:

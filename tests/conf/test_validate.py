@@ -13,7 +13,7 @@ from conf.compose import attempt, compose
 from conf.machine import has_wandb_login, usable_cores
 from conf.problem import Problem
 from conf.schema import Config
-from conf.tree import leaves, optional
+from conf.tree import element, leaves, optional
 from conf.validate import RANGES, problems
 
 Found = Callable[..., list[Problem]]
@@ -74,6 +74,14 @@ BROKEN = [
     (["metrics.wandb_project=a/b"], "metrics.wandb_project", "without", "tatara"),
     (["metrics.wandb_tags=['']"], "metrics.wandb_tags", "1 to 64", "shorten"),
     (["precision=bf16", "precision.matmul=high"], "precision.matmul", "name=bf16", "precision=fp32"),
+    (["train.recompute_n=0"], "train.recompute_n", "at least 1", "train.recompute_n=2 (the default)"),
+    (["parallel.tp=0"], "parallel.tp", "at least 1", "parallel.tp=1"),
+    (["parallel.pp=-1"], "parallel.pp", "at least 1", "parallel.pp=1"),
+    (["parallel.vpp=0"], "parallel.vpp", "at least 1", "parallel.vpp=1"),
+    (["parallel.zero=4"], "parallel.zero", "at most 3", "parallel.zero=1 (the default)"),
+    (["parallel.replicate=0"], "parallel.replicate", "at least 1", "parallel.replicate=1"),
+    (["parallel.timeout=0"], "parallel.timeout", "at least 1", "parallel.timeout=600"),
+    (["parallel.layers_per_stage=[2,0,2]"], "parallel.layers_per_stage", "each item must be at least 1", "=[]"),
     (["train.threads=100000"], "train.threads", "core", "train.threads="),
     (["+extra.api_key=abc"], "extra.api_key", "secret", "environment"),
     (["+extra.a={hfToken: abc}"], "extra.a.hfToken", "secret", "environment"),
@@ -95,7 +103,9 @@ KEPT = [
     ["checkpoint.allow=[optim.*, data.sources]"], ["data.held_out=0"],
     ["extra.tokenizer_note=x", "extra.monkey=1"],
     ["data=indexed", SOURCE, "data.tokenizer=t.model"], ["checkpoint.resume=runs/x"], ["optim.clip=0"],
-    ["precision.matmul=high"], ["lr_schedule.warmup=0", "train.steps=1"], ["run.name=my-run_1.0"],
+    ["precision.matmul=high"], ["train.recompute=every_n", "train.recompute_n=1"], ["train.recompute_n=3"],
+    ["parallel.vpp=1"], ["parallel.zero=0"], ["parallel.zero=3"], ["train.recompute=selective"],
+    ["lr_schedule.warmup=0", "train.steps=1"], ["run.name=my-run_1.0"],
 ]  # fmt: skip
 
 
@@ -110,13 +120,14 @@ def test_every_model_of_the_repository_keeps_the_rules(found: Found, model: str)
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
-    numbers = {key for key, leaf in leaves().items() if optional(leaf.kind)[0] in (int, float)}
+    kinds = {key: optional(leaf.kind)[0] for key, leaf in leaves().items()}
+    numbers = {key for key, kind in kinds.items() if kind in (int, float) or element(kind) in (int, float)}
     assert numbers == {each.key for each in RANGES}
 
 
 def test_all_defaults_are_inside_their_ranges() -> None:
     defaults = {key: leaf.default for key, leaf in leaves().items()}
-    numbers = [(each, defaults[each.key]) for each in RANGES if defaults[each.key] is not None]
+    numbers = [(each, defaults[each.key]) for each in RANGES if defaults[each.key] not in (None, ())]
     assert [each.key for each, default in numbers if not each.holds(default)] == []
 
 
@@ -146,6 +157,22 @@ def test_cuda_is_refused_exactly_where_torch_has_none() -> None:
 
     refused = [each.key for each in attempt(["train.device=cuda"])[1]]
     assert refused == ([] if torch.cuda.is_available() else ["train.device"])
+
+
+@pytest.mark.parametrize(("asked", "refused"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_more_processes_than_devices_on_a_host_are_refused(
+    found: Found, monkeypatch: pytest.MonkeyPatch, asked: str, refused: bool
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert found(f"train.device={asked}") == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    problems = found(f"train.device={asked}")
+    assert [each.key for each in problems] == (["train.device"] if refused else [])
+    assert all("has 2 for 4" in each.rule and "--nproc-per-node 2" in each.fix for each in problems)
 
 
 def test_a_wandb_login_is_found_in_the_environment_or_in_netrc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -241,16 +241,15 @@ def test_a_broken_step_is_refused(make_corpus: MakeCorpus) -> None:
 def validation(
     corpus: IndexedCorpus, micro_batch: int, samples: int, seq_len: int = 8, document_mask: bool = True
 ) -> list[MicroBatch]:
-    return list(
-        validation_batches(
-            corpus,
-            seq_len=seq_len,
-            micro_batch=micro_batch,
-            samples=samples,
-            document_mask=document_mask,
-            vocab_size=VOCAB,
-        )
+    groups = validation_batches(
+        corpus,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        samples=samples,
+        document_mask=document_mask,
+        vocab_size=VOCAB,
     )
+    return [batch for group in groups for batch in group]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 7, 16])

@@ -12,6 +12,7 @@ from model import attention_kernels
 from model.attention import Attention, _first_seen, attention_context
 from model.config import ModelConfig
 from model.rope import inverse_wavelengths
+from parallel.tensor import Linears
 
 
 def document_positions(lengths):
@@ -47,6 +48,13 @@ def naive(module, x, positions, window):
     return module.out(torch.cat(heads, 1))
 
 
+def filled(module):
+    """With weights, in fp64."""
+    for parameter in module.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return module
+
+
 CASES = {
     "one sequence": ([300], 300, None, False),
     "two sequences of several blocks": ([600, 600], 600, None, False),
@@ -62,7 +70,7 @@ CASES = {
 def test_blocked_attention_and_its_gradients_equal_the_formula(lengths, seq_len, window, documents):
     torch.manual_seed(0)
     config = ModelConfig(hidden=24, heads=4, kv_heads=2, head_dim=6, window=window)
-    module = Attention(config).double()
+    module = filled(Attention(config, Linears()))
     positions = document_positions(lengths)
     context = attention_context(
         positions, borders(lengths), seq_len, inverse_wavelengths(6, 10000.0),
@@ -81,7 +89,7 @@ def test_blocked_attention_and_its_gradients_equal_the_formula(lengths, seq_len,
 @pytest.mark.parametrize("lengths, seq_len, window, documents", CASES.values(), ids=CASES.keys())
 def test_the_fused_path_equals_the_blocked_one(lengths, seq_len, window, documents):
     torch.manual_seed(0)
-    module = Attention(ModelConfig(hidden=24, heads=4, kv_heads=2, head_dim=6)).double()
+    module = filled(Attention(ModelConfig(hidden=24, heads=4, kv_heads=2, head_dim=6), Linears()))
     positions = document_positions(lengths)
     context = attention_context(
         positions, borders(lengths), seq_len, inverse_wavelengths(6, 10000.0),

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.build import build
 from model.config import ModelConfig
 from model.init import fill_rectangle, hashed_uniform, stream_key
-from model.transformer import build, initial_std
+from model.transformer import initial_std
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,7 +64,7 @@ def test_the_vocabulary_padding_does_not_change_the_model():
     a, b = weights(1), weights(128)
     assert b.embedding.weight.shape[0] == 128
     assert torch.equal(a.embedding.weight, b.embedding.weight[:100])
-    assert torch.equal(a.layers[0].mlp.up.weight, b.layers[0].mlp.up.weight)
+    assert torch.equal(a.blocks[0].mlp.up.weight, b.blocks[0].mlp.up.weight)
 
 
 def test_output_linears_are_damped_by_depth():

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from conf.compose import compose
+from model.build import build
 from model.config import ModelConfig, RopeScaling
 from model.flops import squared_lengths, step_flops
 from model.hf import from_llama
-from model.transformer import Decoder, build, count_parameters
+from model.transformer import Decoder, count_parameters
 
 TINY = ModelConfig(hidden=48, layers=2, heads=4, kv_heads=2, ffn=64, vocab_size=90)
 CPU = torch.device("cpu")

@@ -1,0 +1,240 @@
+"""A model cut over the ranks, and one training step on it: the same step in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from checkpoint.pieces import Piece
+from conf.schema import Config
+from data.batch import MicroBatch, StepBatch
+from metrics.clock import StepClock
+from model.build import BuildOptions, Built, build_part
+from model.config import ModelConfig
+from model.flops import squared_lengths
+from model.parts import parts_of
+from model.transformer import Decoder, LossSums
+from optim.updater import StepOutcome, Updater
+from parallel.device import Machine
+from parallel.gradients import finish_gradients
+from parallel.mesh import Mesh
+from parallel.pipeline import Pipeline, StageParts, Wire
+from parallel.process import Everyone
+from parallel.schedules import SCHEDULES, schedule_name, stages_per_rank
+from parallel.shards import Shard
+
+Inspect = Callable[[Sequence[Shard]], None]
+"""Looks at the finished gradients of a step before the update."""
+
+
+class StepSums(NamedTuple):
+    """Sums over the tokens that this rank's last stage saw (zero where it has none), fp64 scalars."""
+
+    cross_entropy: Tensor
+    """Nats."""
+    z_square: Tensor
+    """logsumexp^2."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all processes know of a step before it is taken."""
+
+    valid_tokens: int
+    """Positions with a target, of the whole step: the loss is divided by it."""
+    pairs: int
+    """Sum of the squared lengths of its attention segments, for its FLOPs."""
+    stops: bool
+    """Whether somebody asked for an end."""
+
+
+@dataclass
+class Feed:
+    """The micro-batches that a pipeline's stages look up by number, and what the last stage gives back."""
+
+    micro_batches: Sequence[MicroBatch] = ()
+    """Of the current step."""
+    scale: float = 1.0
+    """1 / valid tokens of the step."""
+    sums: list[LossSums] = field(default_factory=list)
+    """Of each micro-batch, from the last stage."""
+
+
+class FedStage(nn.Module):
+    """A part of the decoder as a pipeline calls it: activations and the micro-batch's number."""
+
+    def __init__(self, decoder: Decoder, forward: Callable[[Decoder, Tensor | None, MicroBatch], object], feed: Feed):
+        super().__init__()
+        self.decoder, self.run, self.feed = decoder, forward, feed
+
+    def forward(self, x: Tensor, mb: Tensor) -> Tensor:
+        """x: activations [T/tp, hidden], or anything for the first stage; mb [1]."""
+        batch = self.feed.micro_batches[int(mb)]
+        out = self.run(self.decoder, None if self.decoder.part.first else x, batch)
+        if isinstance(out, LossSums):
+            self.feed.sums.append(LossSums(*(each.detach() for each in out)))
+            return out.objective
+        assert isinstance(out, Tensor)
+        return out
+
+
+class Engine:
+    """The parts of the model on this rank, their optimizer, and the order of work on them."""
+
+    def __init__(self, config: Config, shape: ModelConfig, mesh: Mesh, machine: Machine, clock: StepClock) -> None:
+        self.config, self.shape, self.mesh, self.machine, self.clock = config, shape, mesh, machine, clock
+        parallel = config.parallel
+        parts = parts_of(shape, parallel, mesh.layout.coordinates(mesh.rank)["pp"])
+        options = BuildOptions(
+            config.run.seed, machine.device, machine.compute_dtype, machine.master_dtype, parallel.zero,
+            config.train.recompute, config.train.recompute_n, config.train.compile,
+            later=parallel.pp > 1 and SCHEDULES[schedule_name(parallel)].splits,
+        )  # fmt: skip
+        self.parts: list[Built] = [build_part(shape, part, mesh, options) for _, part in parts]
+        self.shards = [each for built in self.parts for each in built.shards]
+        self.twin = "embedding.weight" if shape.tied_embeddings and parallel.pp > 1 else None
+        self.updater = Updater(self.shards, config.optim, machine.compute_dtype, everywhere=mesh.layout.world > 1)
+        self.feed = Feed()
+        self.pipeline = self._pipeline([number for number, _ in parts]) if parallel.pp > 1 else None
+
+    def _pipeline(self, numbers: Sequence[int]) -> Pipeline:
+        """The stages of this rank under the configured schedule."""
+        train, parallel, machine = self.config.train, self.config.parallel, self.machine
+        tokens = train.micro_batch * train.seq_len // self.mesh.layout.tp
+        loss_dtype = torch.promote_types(machine.compute_dtype, torch.float32)
+        wire = Wire(tokens, self.shape.hidden, machine.compute_dtype, loss_dtype, machine.device)
+        stages = [
+            StageParts(number, FedStage(each.decoder, self._forward, self.feed), each.zero, each.later)
+            for number, each in zip(numbers, self.parts, strict=True)
+        ]
+        return Pipeline(
+            schedule_name(parallel), stages, parallel.pp * stages_per_rank(parallel), self.micro_batches, wire,
+            self.mesh.axis("pp").group, self.clock.part,
+        )  # fmt: skip
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that this rank works on in a step."""
+        return self.config.train.global_batch // (self.config.train.micro_batch * self.mesh.layout.dp)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The first part here; all of the model where there is one process."""
+        return self.parts[0].decoder
+
+    def _forward(self, decoder: Decoder, x: Tensor | None, batch: MicroBatch) -> LossSums | Tensor:
+        """One part on one micro-batch; x: activations of the part before, None: the tokens."""
+        device = self.machine.device
+        tokens, labels, positions, borders = (
+            t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)
+        )
+        result: LossSums | Tensor = decoder(
+            tokens if x is None else x, labels, positions, borders, self.config.train.seq_len,
+            documents=self.config.data.document_mask, scale=self.feed.scale,
+        )  # fmt: skip
+        return result
+
+    def agree(self, everyone: Everyone, batch: StepBatch, stops: bool) -> Agreed:
+        """Add up what each process knows of the coming step, in one small message."""
+        pairs = sum(squared_lengths(m.cu_seqlens, self.shape.window) for m in batch.micro_batches)
+        valid, pairs, asked = everyone.add([batch.valid_tokens, pairs, int(stops)])
+        same = self.mesh.layout.world // self.mesh.layout.dp  # processes that read the same samples
+        return Agreed(valid // same, pairs // same, asked > 0)
+
+    def step(
+        self, micro_batches: Sequence[MicroBatch], valid_tokens: int, lr: float, inspect: Inspect | None = None
+    ) -> tuple[StepSums, StepOutcome]:
+        """Forward and backward of every micro-batch, then the update.
+
+        Args:
+            micro_batches: this rank's of the step.
+            valid_tokens: of the whole step, on all ranks.
+            inspect: called with the finished gradients.
+        """
+        self._begin(micro_batches, 1.0 / max(1, valid_tokens))
+        if self.pipeline is not None:
+            with self.clock.rest("pipeline_idle"):
+                self.pipeline.train()
+        else:
+            for number, batch in enumerate(micro_batches):
+                self._one(batch, last=number == len(micro_batches) - 1)
+        with self.clock.part("grad_sync"):
+            finish_gradients(self.shards, self.mesh, self.twin)
+        if inspect is not None:
+            inspect(self.shards)
+        with self.clock.part("optimizer"):
+            outcome = self.updater.step(lr)
+        return self._sums(), outcome
+
+    def _begin(self, micro_batches: Sequence[MicroBatch], scale: float) -> None:
+        self.feed.micro_batches, self.feed.scale, self.feed.sums = micro_batches, scale, []
+
+    def _one(self, batch: MicroBatch, last: bool) -> None:
+        """Forward and backward of one micro-batch through the whole model."""
+        part = self.parts[0]
+        part.zero.before_backward(last)
+        with self.clock.part("forward"):
+            sums = self._forward(part.decoder, None, batch)
+        assert isinstance(sums, LossSums)
+        with self.clock.part("backward"):
+            sums.objective.backward()
+        self.feed.sums.append(LossSums(*(each.detach() for each in sums)))
+
+    def _sums(self) -> StepSums:
+        """What the last stage saw; of the ranks that saw the same tokens (tp), the first one counts."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.machine.device)
+        if self.mesh.axis("tp").rank:
+            return StepSums(zero, zero)
+        return StepSums(
+            sum((each.cross_entropy.double() for each in self.feed.sums), zero),
+            sum((each.z_square.double() for each in self.feed.sums), zero),
+        )
+
+    def everywhere(self, sums: StepSums) -> tuple[float, float]:
+        """The sums of all ranks; every rank must ask."""
+        both = torch.stack(list(sums))
+        if self.mesh.layout.world > 1:
+            dist.all_reduce(both)
+        cross_entropy, z_square = both.tolist()
+        return cross_entropy, z_square
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
+        """Sum of cross-entropies over held-out micro-batches, given in groups of one step's count, on all ranks."""
+        total = StepSums(*torch.zeros(2, dtype=torch.float64, device=self.machine.device))
+        for group in batches:
+            self._begin(group, 1.0)
+            if self.pipeline is not None:
+                self.pipeline.evaluate()
+            else:
+                for batch in group:
+                    sums = self._forward(self.decoder, None, batch)
+                    assert isinstance(sums, LossSums)
+                    self.feed.sums.append(sums)
+            total = StepSums(*(a + b for a, b in zip(total, self._sums(), strict=True)))
+        return self.everywhere(total)[0]
+
+    def pieces(self) -> Mapping[str, Piece]:
+        """Everything a checkpoint keeps of this rank, by layout-free name; filling a piece fills the optimizer."""
+        pieces: dict[str, Piece] = {}
+        for name, piece in self._pieces():
+            pieces.setdefault(name, piece)
+        return pieces
+
+    def resume(self, updates: int) -> None:
+        """Go on from what was filled into `pieces()`, after as many updates."""
+        first: dict[str, Tensor] = {}
+        for name, tensor, _ in self.updater.tensors():
+            known = first.setdefault(name, tensor)
+            if known is not tensor:  # a table that two stages of this rank hold
+                tensor.copy_(known)
+        self.updater.resume(updates)
+
+    def _pieces(self) -> Iterator[tuple[str, Piece]]:
+        for name, tensor, shard in self.updater.tensors():
+            yield name, Piece(tensor, shard.shape, shard.start, shard.writes)

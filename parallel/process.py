@@ -1,0 +1,120 @@
+"""Joining the run's process group, leaving it, and small agreements between its processes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from errors import ConfigRefused, PeerLost
+from parallel.ranks import Ranks
+
+# What NCCL's flight recorder keeps of each rank's last collectives, so that a hang has an address.
+_FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """All processes of the run; with one process nothing is sent."""
+
+    rank: int = 0
+    """This process."""
+    world: int = 1
+    """Number of processes."""
+
+    def add(self, numbers: Sequence[int]) -> list[int]:
+        """Sums over all processes."""
+        if self.world == 1:
+            return list(numbers)
+        total = torch.tensor(list(numbers), dtype=torch.int64)
+        dist.all_reduce(total)
+        return [int(n) for n in total]
+
+    def gather(self, text: str) -> list[str]:
+        """Every process's text, in the order of ranks."""
+        if self.world == 1:
+            return [text]
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(own)
+        dist.all_reduce(sizes)
+        widest = int(sizes.max())
+        padded = torch.zeros(widest, dtype=torch.uint8)
+        padded[: len(own)] = own
+        every = torch.zeros(self.world * widest, dtype=torch.uint8)
+        if widest:
+            dist.all_gather_single(every, padded)
+        return [
+            row[:size].numpy().tobytes().decode()
+            for row, size in zip(every.view(self.world, widest), sizes.tolist(), strict=True)
+        ]
+
+    def require_same(self, what: str, text: str) -> None:
+        """Refuse to go on where processes differ in something that must be one.
+
+        Raises:
+            ConfigRefused: naming the first process that differs, on every process.
+        """
+        texts = self.gather(text)
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
+                raise ConfigRefused(
+                    f"the processes differ in {what}: rank 0 has {texts[0]}, rank {rank} has {other}; start all with "
+                    "one command, one version of the code, and folders that every host sees"
+                )
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.world > 1:
+            dist.barrier()
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Whether a collective failed because of another process: gloo says so in words only."""
+    if isinstance(error, dist.DistError):
+        return True
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+    return any(each in str(error) for each in words)
+
+
+@contextmanager
+def joined(ranks: Ranks, device: torch.device, timeout: int) -> Iterator[Everyone]:
+    """Inside, the process group exists (unless there is one process alone).
+
+    Args:
+        device: what this process computes on: gloo serves a CPU, NCCL a GPU (with gloo for small messages).
+        timeout: seconds after which waiting for another process fails.
+    """
+    if ranks.world == 1:
+        yield Everyone()
+        return
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+        for key, value in _FLIGHT_RECORDER.items():
+            os.environ.setdefault(key, value)
+    dist.init_process_group(
+        backend, init_method=ranks.rendezvous, rank=ranks.rank, world_size=ranks.world,
+        timeout=datetime.timedelta(seconds=timeout),
+    )  # fmt: skip
+    try:
+        yield Everyone(ranks.rank, ranks.world)
+    except RuntimeError as error:
+        if not _is_loss(error):
+            raise
+        raise PeerLost(
+            f"rank {ranks.rank} lost another process ({str(error).splitlines()[0][:200]}); the first message above, "
+            "or the newest of the run's logs/rank_*.txt, says why"
+        ) from error
+    finally:
+        dist.destroy_process_group()

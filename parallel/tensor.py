@@ -1,0 +1,157 @@
+"""Linears and the embedding, cut over the tensor-parallel ranks (Shoeybi et al., 2019; Korthikanti et al., 2022).
+
+            rank 0          rank 1
+x           first tokens    last tokens       [T/tp, h]       norms and residuals work on these (sequence parallel)
+gather      all tokens      all tokens        [T, h]
+column      rows 0          rows 1            [T, out/tp]     of qkv, gate, up: whole heads
+row         columns 0       columns 1         [T, h]          of out, down: each rank has an addend
+scatter     first tokens    last tokens       [T/tp, h]       their sum
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.collectives import gather_tokens, scatter_sum
+from parallel.mesh import ALONE, Axis
+
+
+@dataclass
+class LaterGradients:
+    """Products that make the gradients of weights, put off until a pipeline schedule asks for them."""
+
+    waiting: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
+    """(weight, input x [T, in], gradient of the output [T, out])."""
+
+    def take(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+        """What has gathered since the last call."""
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    @staticmethod
+    @torch.no_grad()
+    def run(products: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+        """Add each product to its weight's gradient."""
+        for weight, x, grad in products:
+            product = (grad.t() @ x).to(weight.grad_dtype or weight.dtype)
+            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+
+
+class _LaterLinear(torch.autograd.Function):
+    """x w^T whose backward makes the gradient of x and puts off that of w."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, later: LaterGradients) -> Tensor:
+        """x [T, in], weight [out, in] -> [T, out]."""
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.later = weight, later
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Gradient of x; the rest waits."""
+        (x,) = ctx.saved_tensors
+        ctx.later.waiting.append((ctx.weight, x, grad))
+        return grad @ ctx.weight, None, None
+
+
+class CutLinear(nn.Module):
+    """A linear of which this rank holds some rows or columns; `cuts` says along which dimension of what."""
+
+    def __init__(
+        self, columns: int, rows: int, bias: bool, cuts: dict[str, int], later: LaterGradients | None,
+        device: torch.device | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns, device=device))
+        self.bias = nn.Parameter(torch.empty(rows, device=device)) if bias else None
+        self.cuts, self.later = cuts, later
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [T, in] -> x w^T, without the bias."""
+        if self.later is None:
+            return F.linear(x, self.weight)
+        result: Tensor = _LaterLinear.apply(x, self.weight, self.later)
+        return result
+
+
+class ColumnLinear(CutLinear):
+    """x [T, in] -> [T, out/tp]: this rank's outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in] of all tokens."""
+        if self.later is None:
+            return F.linear(x, self.weight, self.bias)
+        return self.product(x) if self.bias is None else self.product(x) + self.bias
+
+
+class RowLinear(CutLinear):
+    """x [T, in/tp] -> [T/tp, out]: the addends of all ranks, summed, for this rank's tokens."""
+
+    def __init__(self, *args: Any, axis: Axis) -> None:
+        super().__init__(*args)
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in/tp] of all tokens; the bias is added once, after the sum."""
+        if self.axis.group is None and self.later is None:
+            return F.linear(x, self.weight, self.bias)
+        summed = scatter_sum(self.product(x), self.axis)
+        return summed if self.bias is None else summed + self.bias
+
+
+class VocabularyEmbedding(nn.Module):
+    """Rows of the table of which this rank holds a share: tokens [T] -> [T/tp, hidden]."""
+
+    cuts: ClassVar[dict[str, int]] = {"weight": 0}
+
+    def __init__(self, rows: int, hidden: int, axis: Axis, device: torch.device | None) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = nn.Parameter(torch.empty(rows // axis.size, hidden, device=device))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows of other ranks count as zero here; the sum has every row once."""
+        if self.axis.group is None:
+            return F.embedding(tokens, self.weight)
+        rows = len(self.weight)
+        local = tokens - self.axis.rank * rows
+        own = (local >= 0) & (local < rows)
+        found = F.embedding(local.clamp(0, rows - 1), self.weight) * own[:, None]
+        return scatter_sum(found, self.axis)
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Makes the linears of a model: how they are cut, and who makes their products."""
+
+    axis: Axis = ALONE
+    """The tensor-parallel ranks."""
+    later: LaterGradients | None = None
+    """Where products for the weights' gradients wait; None: made in the backward pass."""
+
+    def column(self, columns: int, rows: int, bias: bool, device: torch.device | None) -> ColumnLinear:
+        """`rows` outputs in all, cut over the ranks."""
+        return ColumnLinear(columns, rows // self.axis.size, bias, {"weight": 0, "bias": 0}, self.later, device)
+
+    def row(self, columns: int, rows: int, bias: bool, device: torch.device | None) -> RowLinear:
+        """`columns` inputs in all, cut over the ranks."""
+        return RowLinear(columns // self.axis.size, rows, bias, {"weight": 1}, self.later, device, axis=self.axis)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [T/tp, h] -> [T, h]: what a column linear reads."""
+        return gather_tokens(x, self.axis)
+
+
+def parameter_cuts(module: nn.Module) -> dict[str, int | None]:
+    """Parameter name to the dimension that tensor parallelism cuts; None: every rank holds the whole."""
+    return {
+        f"{prefix}.{name}" if prefix else name: getattr(owner, "cuts", {}).get(name)
+        for prefix, owner in module.named_modules()
+        for name, _ in owner.named_parameters(recurse=False)
+    }

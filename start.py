@@ -1,0 +1,64 @@
+"""Where a run begins: how far it goes, what there is to go on from, and whether it may."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint import store
+from checkpoint.store import RunState
+from conf.resolve import changes, run_directory, total_steps
+from conf.schema import Config
+from errors import ConfigRefused
+from metrics.sinks import Console
+
+
+def last_step(config: Config) -> int:
+    """Step at which this start of the run ends."""
+    return min(total_steps(config), config.train.stop_at or total_steps(config))
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Where this run's checkpoints are."""
+    given = config.checkpoint.dir
+    return Path(given).expanduser() if given else run_directory(config) / "checkpoints"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that the run goes on from."""
+
+    path: Path
+    """Its folder."""
+    state: RunState
+    """Everything in it but tensors."""
+
+
+def find_saved(config: Config, console: Console) -> Saved | None:
+    """The checkpoint to go on from, None for the beginning; says what changed since. Nothing is written.
+
+    Raises:
+        ConfigRefused: it belongs to another training.
+        CheckpointRefused: it cannot be read, or a new run was asked for where one exists.
+    """
+    found = store.find(config.checkpoint.resume, checkpoint_folder(config))
+    if found is None:
+        return None
+    saved = Saved(found, store.read_state(found))
+    _check_resume(config, saved, console)
+    return saved
+
+
+def _check_resume(config: Config, saved: Saved, console: Console) -> None:
+    """Print how the configuration differs from the checkpoint's; refuse what would change the training."""
+    free, refused = changes(saved.state.config, config)
+    if refused:
+        names = ",".join(change.key for change in refused)
+        raise ConfigRefused(
+            f"{saved.path} was written with another training configuration:\n"
+            + "".join(f"  {change}\n" for change in refused)
+            + f"set these back, choose another run.name for a new run, or accept them: checkpoint.allow=[{names}]"
+        )
+    console.say(f"resuming from {saved.path} at step {saved.state.step}")
+    for change in free:
+        console.say(f"  changed since then: {change}")

@@ -1,0 +1,79 @@
+"""Layouts that must compute the same training, and the small model that they compute it on."""
+
+from dataclasses import replace
+
+from conf.schema import Config, TrainConfig
+from data.config import DataConfig
+from model.config import ModelConfig
+from optim.config import OptimConfig, ScheduleConfig
+from parallel.config import ParallelConfig
+from parallel.precision import PrecisionConfig
+
+STEPS, GLOBAL_BATCH = 20, 8
+# ffn / tp and the vocabulary's 252 rows do not divide by 8: some ranks hold fewer rows than others, or none.
+MODEL = ModelConfig(
+    hidden=32, layers=4, heads=8, kv_heads=4, ffn=44, vocab_size=250, vocab_multiple=4, qk_norm=True, loss_chunk=17, z_loss=1e-3,
+)  # fmt: skip
+TIED = replace(MODEL, tied_embeddings=True, bias=True, activation="gelu", qk_norm=False)
+"""Two more faces of the model: a table used twice, and a bias in every linear."""
+
+
+def config_of(
+    parallel: ParallelConfig, ranks: int, model: ModelConfig = MODEL, precision: str = "fp64", recompute: str = "none"
+) -> Config:
+    """The small training, cut as asked, in as few micro-batches as show everything."""
+    dp = ranks // (parallel.tp * parallel.pp)
+    micro_batches = 2 * parallel.pp if parallel.pp > 1 else max(1, min(2, GLOBAL_BATCH // dp))
+    train = TrainConfig(
+        steps=STEPS, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // (dp * micro_batches), seq_len=24,
+        recompute=recompute, threads=1, device="cpu",
+    )  # fmt: skip
+    return Config(
+        train=train, model=model, data=DataConfig(document_mask=True), precision=PrecisionConfig(precision),
+        optim=OptimConfig(lr=3e-3), lr_schedule=ScheduleConfig(name="cosine", warmup=2), parallel=parallel,
+    )  # fmt: skip
+
+
+def pipe(schedule: str, pp: int = 2, vpp: int | None = None, **others: int) -> ParallelConfig:
+    return ParallelConfig(pp=pp, schedule=schedule, vpp=vpp, **others)
+
+
+P = ParallelConfig
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev")
+# name: (ranks, cut, model, recompute)
+LAYOUTS = {
+    "dp2": (2, P(), MODEL, "none"),
+    "dp4": (4, P(), MODEL, "none"),
+    "tp2": (2, P(tp=2), MODEL, "none"),
+    "tp4": (4, P(tp=4), MODEL, "none"),
+    "tp4 tied": (4, P(tp=4), TIED, "none"),
+    "pp2": (2, P(pp=2), MODEL, "none"),
+    "pp4": (4, P(pp=4), MODEL, "none"),
+    "pp2 vpp2": (2, P(pp=2, vpp=2), MODEL, "none"),
+    "pp2 uneven": (2, P(pp=2, layers_per_stage=(3, 1)), MODEL, "none"),
+    **{f"zero{zero} dp{dp}": (dp, P(zero=zero), MODEL, "none") for zero in (0, 1, 2, 3) for dp in (2, 4)},
+    "zero3 dp8": (8, P(zero=3), MODEL, "none"),
+    "hsdp 2x2 zero1": (4, P(replicate=2, zero=1), MODEL, "none"),
+    "hsdp 2x2 zero2": (4, P(replicate=2, zero=2), MODEL, "none"),
+    "hsdp 2x2 zero3": (4, P(replicate=2, zero=3), MODEL, "full"),
+    "tp2 pp2": (4, P(tp=2, pp=2), MODEL, "none"),
+    "tp2 pp2 tied": (4, P(tp=2, pp=2), TIED, "none"),
+    **{f"tp2 dp2 zero{zero}": (4, P(tp=2, zero=zero), TIED, "none") for zero in (1, 2, 3)},
+    **{f"pp2 dp2 zero{zero}": (4, P(pp=2, zero=zero), TIED, "none") for zero in (1, 2, 3)},
+    "tp2 pp2 dp2": (8, P(tp=2, pp=2), MODEL, "none"),
+    "tp2 pp2 dp2 zero3 zbv": (8, pipe("zbv", tp=2, zero=3), TIED, "full"),
+    "pp4 tied": (4, P(pp=4), TIED, "none"),
+    "pp2 zbv tied": (2, pipe("zbv"), TIED, "none"),
+    **{f"pp2 {name}": (2, pipe(name), MODEL, "none") for name in SCHEDULES},
+    **{
+        f"pp2 dp2 {name} zero{zero}": (4, pipe(name, zero=zero), MODEL, "full" if zero == 3 else "none")
+        for name in SCHEDULES
+        for zero in (1, 2, 3)
+        if (name, zero) != ("1f1b", 1)
+    },
+    "pp2 hsdp 2x2 interleaved_zb zero2": (8, pipe("interleaved_zb", replicate=2, zero=2), MODEL, "none"),
+    "recompute selective tp2": (2, P(tp=2), MODEL, "selective"),
+    "recompute full dp2 zero3": (2, P(zero=3), MODEL, "full"),
+    "recompute every_n pp2": (2, P(pp=2), MODEL, "every_n"),
+    "recompute selective pp2 zbv": (2, pipe("zbv"), MODEL, "selective"),
+}
