@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from checkpoint import store
@@ -57,7 +57,7 @@ def run(config: Config, overrides: list[str]) -> int:
     ranks = find_ranks(os.environ)
     leads = ranks.rank == 0
     directory, console = RunDirectory(run_directory(config)), Console(silent=not leads)
-    with directory.attempt(console) if leads else directory.following(ranks.rank):
+    with directory.attempt(console) if leads else directory.following(ranks.rank, tells=ranks.local_rank == 0):
         saved = find_saved(config, console)
         if saved and saved.state.step >= last_step(config):
             done = "done" if saved.state.step >= total_steps(config) else "paused"
@@ -67,7 +67,8 @@ def run(config: Config, overrides: list[str]) -> int:
             return 0
         data = ready(config.data, console.say, config.model.vocab_size)
         device = local_device(config.train.device, ranks.local_rank)
-        with joined(ranks, device, config.parallel.timeout) as everyone:
+        alone = directory.following(ranks.rank, tells=True)  # from here on, what one process meets the others may not
+        with nullcontext() if leads else alone, joined(ranks, device, config.parallel.timeout) as everyone:
             everyone.require_same("configuration", training_text(config, saved, data))
             if leads:
                 directory.prepare(to_yaml(config), overrides, saved.state.step if saved else 0)
@@ -156,6 +157,10 @@ class Trainer:
             f"steps {begin + 1} to {self.last} of {total_steps(self.config)}, "
             f"{train.global_batch * train.seq_len:,} tokens each; "
             f"a checkpoint every {checkpoint.every or self.last} steps; W&B {self.config.metrics.wandb}"
+        )
+        say(
+            f"a step is {train.global_batch // (train.micro_batch * self.layout.dp)} micro-batches of "
+            f"{train.micro_batch} sequences" + (f" on each of {self.layout.dp} ranks" if self.layout.dp > 1 else "")
         )
         if self.attempt > 1 and saved is None:
             say("no checkpoint was saved by the attempts before: beginning at the first step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from conf.batch import with_micro_batch
 from conf.convert import read
 from conf.groups import Groups, folder_problems, read_groups
 from conf.layers import Layer, located
@@ -23,7 +24,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, *, world: i
     """
     config, problems = attempt(overrides, config_dir, world=world)
     refuse(problems)
-    return config
+    return with_micro_batch(config, world)
 
 
 def attempt(overrides: Sequence[str], config_dir: str | None = None, *, world: int = 1) -> tuple[Config, list[Problem]]:

@@ -38,8 +38,9 @@ class TrainConfig:
     """Step at which this process stops early, with a checkpoint; the schedule still ends at steps."""
     global_batch: int = 8
     """Sequences a step."""
-    micro_batch: int = 8
-    """Sequences a forward pass; changes speed and memory, never the training."""
+    micro_batch: int = 0
+    """Sequences a forward pass on each rank; changes speed and memory, never the training; 0: the most, up to
+    8,192 tokens, that the layout allows."""
     seq_len: int = 256
     """Tokens a sequence."""
     eval_every: int = 50

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from conf.batch import with_micro_batch
 from conf.convert import read
 from conf.layers import find
 from conf.layout_rules import layout_problems
@@ -57,7 +58,7 @@ RANGES = (
     Range("train.tokens", 1),
     Range("train.stop_at", 1),
     Range("train.global_batch", 1),
-    Range("train.micro_batch", 1),
+    Range("train.micro_batch", 0),
     Range("train.seq_len", 1),
     Range("train.eval_every", 0),
     Range("train.eval_samples", 1),
@@ -113,7 +114,7 @@ def problems(config: Config, *, world: int = 1) -> list[Problem]:
     """Everything in a configuration that cannot work, on this machine and with `world` processes too."""
     out_of_range = list(_range_problems(config))
     bad = {problem.key for problem in out_of_range}
-    sound = _with_defaults(config, bad) if bad else config
+    sound = with_micro_batch(_with_defaults(config, bad) if bad else config, world)
     crossed = [*rule_problems(sound), *layout_problems(sound, world), *machine_problems(sound)]
     return [*out_of_range, *(each for each in crossed if not bad & {each.key, *each.also})]
 

@@ -76,7 +76,7 @@ class _Started:
         while self.report is _NONE and not self.silent and self.results.poll():
             try:
                 self.report = pickle.loads(self.results.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):  # it died before the end of its report
                 self.silent = True
         code = self.process.exitcode
         if code is not None and (self.report is _NONE or (code and not self.report.failure)):

@@ -17,6 +17,7 @@ from data.loader import TrainLoader, validation_batches
 from data.order import SampleOrder
 from data.writer import CorpusWriter
 from engine import Engine
+from errors import Refused
 from launch.spawn import run_ranks
 from metrics.clock import StepClock
 from optim.schedule import lr_share, peak_lr
@@ -31,6 +32,10 @@ Array = npt.NDArray[np.float64]
 _TIMEOUT = 600  # seconds a trial may take
 Tensors = dict[str, Array]
 """Whole tensors by global name."""
+
+
+class RanksDiffer(Refused):
+    """The ranks of one layout do not agree among themselves."""
 
 
 @dataclass
@@ -154,11 +159,15 @@ def _held_out(config: Config, corpus: Path, rank: int, ranks: int, group: int) -
 
 
 def assemble(records: Sequence[RankTrial]) -> Trial:
-    """Put the ranks' rectangles together; all ranks must have seen the same losses and norms."""
+    """Put the ranks' rectangles together.
+
+    Raises:
+        RanksDiffer: a rank saw another loss or norm.
+    """
     first = records[0]
     for rank, other in enumerate(records):
         if (other.losses, other.norms) != (first.losses, first.norms):
-            raise ValueError(f"rank {rank} saw other losses or norms than rank 0: {other.norms} and {first.norms}")
+            raise RanksDiffer(f"rank {rank} saw other losses or norms than rank 0: {other.norms} and {first.norms}")
     gradients = [_whole([r.gradients[step] for r in records]) for step in range(len(first.gradients))]
     parameters = _whole([r.parameters for r in records])
     return Trial(first.losses, first.norms, gradients, parameters, first.val_loss)

@@ -82,7 +82,7 @@ class Comparison:
         for number, step in enumerate(self.steps, 1):
             if not step.loss_error <= allowed.loss:
                 yield f"step {number}: loss {step.other_loss:.9f}, one process has {step.loss:.9f}"
-            if not step.norm_error <= allowed.loss:
+            if not step.norm_error <= allowed.norm:
                 yield f"step {number}: the gradient norm differs by {step.norm_error:.1e}"
             if step.gradient is not None and not step.gradient.error <= allowed.gradient:
                 yield f"step {number}: the gradient of {step.gradient.name} differs by {step.gradient.error:.1e}"
@@ -151,7 +151,7 @@ def table(comparison: Comparison) -> Iterator[str]:
     after, allowed = comparison.parameter, comparison.tolerance
     yield f"parameters after the last step: {after.error:.1e} {after.name}"
     yield f"validation loss: {comparison.val_loss_error:.1e}"
-    yield f"allowed: loss and norm {allowed.loss:.0e}, gradients {allowed.gradient:.0e}"
+    yield f"allowed: loss {allowed.loss:.0e}, norm {allowed.norm:.0e}, gradients {allowed.gradient:.0e}"
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

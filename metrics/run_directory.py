@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class _Held(ConfigRefused):
 
 # What ends all processes with the same words, of which the one that leads says them.
 _SHARED = (ConfigRefused, CheckpointRefused, Diverged, PeerLost, StopRequested)
+_TOLD = "told by this process"
+_LEADER_SECONDS = 20.0
 _STATES = {130: "interrupted", 2: "refused", 3: "refused", 4: "diverged", 75: "stopped"}
 _REPORTED = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors", "sentencepiece", "wandb", "transformer-engine")
 
@@ -94,17 +97,31 @@ class RunDirectory:
             console.close()
 
     @contextmanager
-    def following(self, rank: int) -> Iterator[None]:
-        """Around a start on a process that does not lead: a failure of its own is told, as the others only wait."""
+    def following(self, rank: int, tells: bool) -> Iterator[None]:
+        """Around a start on a process that does not lead.
+
+        What ends it alone is told, if it `tells`, and recorded, as the others only wait for it. What ends all
+        is said and recorded by the one that leads: that is waited for, as launchers end all processes when the
+        first one ends.
+        """
         try:
             with self._refusing_what_the_system_refuses():
                 yield
         except _SHARED:
+            self._wait_for_the_leader()
             raise
         except Exception as error:
-            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-            self._record_end(error, Console(silent=True))
+            if tells and not hasattr(error, _TOLD):
+                setattr(error, _TOLD, True)
+                print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+                self._record_end(error, Console(silent=True))
             raise
+
+    def _wait_for_the_leader(self) -> None:
+        """Until status.json says how the start ended, or for as long as the leader may need to say so."""
+        end = time.monotonic() + _LEADER_SECONDS
+        while self.status().get("state") == "running" and time.monotonic() < end:
+            time.sleep(0.05)
 
     @contextmanager
     def _refusing_what_the_system_refuses(self) -> Iterator[None]:
@@ -122,8 +139,8 @@ class RunDirectory:
         with suppress(OSError):
             status = self.status()
             told = isinstance(error, PeerLost) and status.get("state") != "running"  # by the process that was lost
-            if status and not told:
-                self.write_status(_STATES.get(code, "failed"), code, status.get("step", 0), status.get("attempt", 1))
+            if self.path.is_dir() and not told:
+                self.write_status(_STATES.get(code, "failed"), code, status.get("step", 0), status.get("attempt", 0))
             plain = isinstance(error, Refused) and error.__cause__ is None
             console.note(str(error) if plain else "".join(format_exception(error)))
 

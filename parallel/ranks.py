@@ -38,13 +38,22 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks:
     if "RANK" in environ or int(_number(environ, "WORLD_SIZE", "1")) > 1:
         rank, world, local = (int(_number(environ, key)) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         sharing = int(_number(environ, "LOCAL_WORLD_SIZE", "1"))
-        return Ranks(rank, world, local, "env://", "torchrun", sharing)
+        return _checked(Ranks(rank, world, local, "env://", "torchrun", sharing))
     if int(_number(environ, "SLURM_STEP_NUM_TASKS", "1")) > 1:
         rank, world, local = (
             int(_number(environ, key)) for key in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         )
-        return Ranks(rank, world, local, _slurm_meeting(environ), "srun")
+        return _checked(Ranks(rank, world, local, _slurm_meeting(environ), "srun"))
     return Ranks()
+
+
+def _checked(ranks: Ranks) -> Ranks:
+    if ranks.rank >= ranks.world:
+        raise ConfigRefused(
+            f"{ranks.source} says that this is process {ranks.rank} of {ranks.world}; numbers run from 0 to one less "
+            "than there are: start all processes with one command"
+        )
+    return ranks
 
 
 def _number(environ: Mapping[str, str], key: str, default: str | None = None) -> str:

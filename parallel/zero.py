@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,20 @@ class Zero:
         self.module.set_is_last_backward(False)
         self.module.set_reshard_after_backward(self.stage == 3)
 
+    def _even_out(self, group: Any) -> None:
+        """Make a group's gradients one message of one dtype, the same for every micro-batch.
+
+        Those of norms came with the first half of a backward pass and are fp32 sums by now, those of linears
+        have just been made; and what replicas add up over micro-batches must always be of all parameters.
+        """
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+            bare = parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
+            if bare and self.replicated:
+                dtype = parameter.reduce_dtype or parameter.unsharded_param.dtype
+                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
+
     def release_gradients(self, last: bool) -> None:
         """Do what a backward pass does at its end, now that the gradients of the weights are there.
 
@@ -67,6 +82,8 @@ class Zero:
         root = fully_shard.state(self.module)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
             for group in state._fsdp_param_groups:
+                if self.stage > 1:
+                    self._even_out(group)
                 group.post_backward()
         if last:
             root._root_post_backward_final_callback()

@@ -15,7 +15,7 @@ from launch.spawn import RankFailed, run_ranks
 from tests.conftest import ROOT
 from tests.launch import targets
 
-QUICK = 10  # seconds; a failure takes under one on a quiet machine
+QUICK = 25  # seconds; a failure takes under one on a quiet machine
 
 
 def running(pid):

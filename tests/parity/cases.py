@@ -12,18 +12,17 @@ from parallel.precision import PrecisionConfig
 STEPS, GLOBAL_BATCH = 20, 8
 # ffn / tp and the vocabulary's 252 rows do not divide by 8: some ranks hold fewer rows than others, or none.
 MODEL = ModelConfig(
-    hidden=32, layers=4, heads=8, kv_heads=4, ffn=44, vocab_size=250, vocab_multiple=4, qk_norm=True, loss_chunk=17, z_loss=1e-3,
+    hidden=32, layers=4, heads=8, kv_heads=4, ffn=44, vocab_size=250, vocab_multiple=4, qk_norm=True,
+    loss_chunk=17, z_loss=1e-3,
 )  # fmt: skip
 TIED = replace(MODEL, tied_embeddings=True, bias=True, activation="gelu", qk_norm=False)
 """Two more faces of the model: a table used twice, and a bias in every linear."""
 
 
-def config_of(
-    parallel: ParallelConfig, ranks: int, model: ModelConfig = MODEL, precision: str = "fp64", recompute: str = "none"
-) -> Config:
+def config_of(parallel, ranks, model=MODEL, precision="fp64", recompute="none"):
     """The small training, cut as asked, in as few micro-batches as show everything."""
     dp = ranks // (parallel.tp * parallel.pp)
-    micro_batches = 2 * parallel.pp if parallel.pp > 1 else max(1, min(2, GLOBAL_BATCH // dp))
+    micro_batches = min(2 * parallel.pp, GLOBAL_BATCH // dp)
     train = TrainConfig(
         steps=STEPS, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // (dp * micro_batches), seq_len=24,
         recompute=recompute, threads=1, device="cpu",
@@ -34,8 +33,8 @@ def config_of(
     )  # fmt: skip
 
 
-def pipe(schedule: str, pp: int = 2, vpp: int | None = None, **others: int) -> ParallelConfig:
-    return ParallelConfig(pp=pp, schedule=schedule, vpp=vpp, **others)
+def pipe(schedule, **others):
+    return ParallelConfig(pp=2, schedule=schedule, **others)
 
 
 P = ParallelConfig

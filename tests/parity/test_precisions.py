@@ -1,0 +1,35 @@
+"""fp32 and bf16 in every kind of layout: within the published tolerances of one process."""
+
+import pytest
+
+from launch.tolerance import TOLERANCES
+from launch.trial import run_trial
+from launch.verify import compare
+from parallel.config import ParallelConfig as P
+from tests.parity.cases import MODEL, STEPS, TIED, config_of, pipe
+
+LAYOUTS = {
+    "dp2 zero0": (2, P(zero=0), TIED, "none"),
+    "dp2 zero1": (2, P(), MODEL, "none"),
+    "dp4 zero3": (4, P(zero=3), TIED, "full"),
+    "tp2": (2, P(tp=2), MODEL, "none"),
+    "tp4": (4, P(tp=4), TIED, "none"),
+    "pp2": (2, P(pp=2), TIED, "none"),
+    "pp2 vpp2": (2, P(pp=2, vpp=2), MODEL, "none"),
+    "pp2 dp2 interleaved_zb zero2": (4, pipe("interleaved_zb", zero=2), MODEL, "none"),
+    "pp2 dp2 zbv zero3": (4, pipe("zbv", zero=3), TIED, "full"),
+    "pp2 dp2 dualpipev zero1": (4, pipe("dualpipev"), MODEL, "none"),
+    "pp2 zbv": (2, pipe("zbv"), MODEL, "none"),
+    "hsdp 2x2 zero2": (4, P(replicate=2, zero=2), MODEL, "none"),
+    "tp2 pp2": (4, P(tp=2, pp=2), MODEL, "none"),
+    "tp2 pp2 dp2": (8, P(tp=2, pp=2), TIED, "none"),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks, parallel, model, recompute", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_layout_stays_within_the_tolerance(reference, trial_corpus, ranks, parallel, model, recompute, precision):
+    config = config_of(parallel, ranks, model, precision, recompute)
+    tolerance = TOLERANCES[precision]
+    comparison = compare(reference(config), run_trial(config, trial_corpus, ranks, STEPS, tolerance.steps), tolerance)
+    assert comparison.faults == []
