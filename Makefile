@@ -15,10 +15,10 @@ train: $(READY)
 	$(PYTHON) train.py $(ARGS)
 
 test: $(READY)
-	$(PYTHON) -m pytest -m "not soak" $(ARGS)
+	$(PYTHON) -m pytest -n auto -m "not soak" $(ARGS)
 
 soak: $(READY)
-	$(PYTHON) -m pytest -m soak $(ARGS)
+	$(PYTHON) -m pytest -n auto -m soak $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

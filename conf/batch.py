@@ -10,6 +10,9 @@ from parallel.schedules import schedule_name
 MOST_TOKENS = 8192
 """Tokens of a chosen micro-batch at most (one sequence may be longer)."""
 
+_FED = 4  # micro-batches for each pipeline rank that leave a bubble of a fifth at most
+_FULL = 1024  # tokens below which a micro-batch is too small to be made smaller for that
+
 
 def with_micro_batch(config: Config, world: int) -> Config:
     """The configuration with its micro-batch chosen, where that is left to us."""
@@ -19,8 +22,9 @@ def with_micro_batch(config: Config, world: int) -> Config:
 
 
 def chosen_micro_batch(config: Config, world: int) -> int:
-    """The largest of at most MOST_TOKENS that shares a step out evenly and keeps a pipeline fed.
+    """The largest of at most MOST_TOKENS that shares a step out evenly.
 
+    In a pipeline it leaves enough micro-batches to keep all stages busy, as long as each is still worth a product.
     1 where nothing fits: the rules then say what is in the way.
     """
     train, parallel = config.train, config.parallel
@@ -29,8 +33,11 @@ def chosen_micro_batch(config: Config, world: int) -> int:
     dp = max(1, world // (parallel.pp * parallel.tp))
     own = train.global_batch // dp
     least = parallel.pp * (2 if schedule_name(parallel) == "dualpipev" else 1)
-    for size in range(max(1, min(own, MOST_TOKENS // train.seq_len)), 1, -1):
-        count, left = divmod(own, size)
-        if left == 0 and count >= least and count % parallel.pp == 0 and size * train.seq_len % parallel.tp == 0:
-            return size
-    return 1
+    most = max(1, min(own, MOST_TOKENS // train.seq_len))
+    even = [
+        size for size in range(most, 0, -1)
+        if own % size == 0 and own // size % parallel.pp == 0 and size * train.seq_len % parallel.tp == 0
+    ]  # fmt: skip
+    fed = (s for s in even if own // s >= _FED * parallel.pp and s * train.seq_len >= _FULL)
+    enough = (s for s in even if own // s >= least)
+    return next(fed, None) or next(enough, 1) if parallel.pp > 1 else next(enough, 1)

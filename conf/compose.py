@@ -15,19 +15,22 @@ from conf.schema import Config
 from conf.validate import problems as rule_problems
 
 
-def compose(overrides: Sequence[str], config_dir: str | None = None, *, world: int = 1) -> Config:
+def compose(overrides: Sequence[str], config_dir: str | None = None, *, world: int = 1, here: bool = True) -> Config:
     """The configuration of a run by `world` processes.
 
     Hydra merges conf/config.yaml, the chosen groups, the experiment and the overrides; the types and rules
     are ours. Of train.steps and train.tokens the later one counts: a layer (a file, or the command line as a
-    whole) that sets one of them drops what earlier layers said of the other.
+    whole) that sets one of them drops what earlier layers said of the other. `here`: it must work on this
+    machine too.
     """
-    config, problems = attempt(overrides, config_dir, world=world)
+    config, problems = attempt(overrides, config_dir, world=world, here=here)
     refuse(problems)
     return with_micro_batch(config, world)
 
 
-def attempt(overrides: Sequence[str], config_dir: str | None = None, *, world: int = 1) -> tuple[Config, list[Problem]]:
+def attempt(
+    overrides: Sequence[str], config_dir: str | None = None, *, world: int = 1, here: bool = True
+) -> tuple[Config, list[Problem]]:
     """The configuration and all that is wrong with it; with problems, it is not to be used."""
     bad_folder = folder_problems(config_dir)
     groups = read_groups(None if bad_folder else config_dir)
@@ -39,7 +42,7 @@ def attempt(overrides: Sequence[str], config_dir: str | None = None, *, world: i
     wrong = [*bad_folder, *refused, *_in_words(found, merged.layers, groups)]
     if not merged.complete:  # what the files say is not known, so no rule can be judged
         return config, [each for each in wrong if "${" not in (each.value or "")]
-    broken = located(rule_problems(config, world=world), merged.layers)
+    broken = located(rule_problems(config, world=world, here=here), merged.layers)
     return config, [*wrong, *(each for each in broken if not _blurred(each, wrong, groups))]
 
 

@@ -26,14 +26,15 @@ _INTERRUPTED = 130
 def main(run: Run, argv: Sequence[str] | None = None, program: str = "train.py") -> int:
     """Answer --help and --cfg, or compose and run; a refusal is printed without a traceback.
 
-    Of several processes each comes to the same answer and exit code, and rank 0 says it.
+    Of several processes rank 0 answers; what is refused is told by the first process of each host.
     """
     ranks = Ranks()
     try:
         ranks = find_ranks(os.environ)
         return _main(run, parse(sys.argv[1:] if argv is None else argv), program, ranks)
     except Refused as refusal:
-        _say(ranks, str(refusal), "\n", sys.stderr)
+        if ranks.local_rank == 0:  # hosts may differ in what they have, so the first process of each tells
+            print(refusal, file=sys.stderr)
         return refusal.exit_code
     except KeyboardInterrupt:
         _say(ranks, "Interrupted.", "\n", sys.stderr)

@@ -110,12 +110,12 @@ RANGES = (
 )
 
 
-def problems(config: Config, *, world: int = 1) -> list[Problem]:
+def problems(config: Config, *, world: int = 1, here: bool = True) -> list[Problem]:
     """Everything in a configuration that cannot work, on this machine and with `world` processes too."""
     out_of_range = list(_range_problems(config))
     bad = {problem.key for problem in out_of_range}
     sound = with_micro_batch(_with_defaults(config, bad) if bad else config, world)
-    crossed = [*rule_problems(sound), *layout_problems(sound, world), *machine_problems(sound)]
+    crossed = [*rule_problems(sound), *layout_problems(sound, world), *(machine_problems(sound) if here else [])]
     return [*out_of_range, *(each for each in crossed if not bad & {each.key, *each.also})]
 
 

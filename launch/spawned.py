@@ -6,7 +6,6 @@ import faulthandler
 import fcntl
 import os
 import pickle
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,14 +16,8 @@ from traceback import format_exception
 from typing import Any
 
 from errors import PeerLost, Refused
+from parallel.process import is_loss
 from parallel.ranks import Ranks
-
-# What a rank says when another one is gone; gloo has no type of its own for it.
-_CUT_OFF = re.compile(
-    r"(closed|reset) by peer|connection refused|broken pipe|socket (closed|timeout)|timed out|wait timeout|"
-    r"failed to (recv|send|connect)|connectFullMesh",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -85,5 +78,5 @@ def _report_of(error: BaseException) -> Report:
     if error.__traceback__ and error.__traceback__.tb_next:  # without the frame of this file
         error = error.with_traceback(error.__traceback__.tb_next)
     trace = "".join(format_exception(error)).rstrip()
-    lost = isinstance(error, PeerLost) or _CUT_OFF.search(str(error))
+    lost = isinstance(error, PeerLost) or is_loss(error)
     return Report(failure=f"failed:\n{trace}", traceback=trace, doubt=2 if lost else 0)

@@ -119,10 +119,10 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
     config, device = replace(config, train=replace(config.train, threads=1)), torch.device("cpu")
     with joined(ranks, device, config.parallel.timeout) as everyone:
         machine = set_up_machine(device, 1, 1, config.precision, 1.0, "highest", lambda _: None)
-        mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device)
+        mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device, config.parallel.timeout)
         engine = Engine(config, config.model, mesh, machine, StepClock(device))
         trial, peak = RankTrial(), peak_lr(config.optim, config.model.hidden)
-        read = _loader(config, corpus, mesh.dp_rank, mesh.layout.dp)
+        read = trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp)
         for number, batch in enumerate(read.steps(0, steps * config.train.global_batch)):
             agreed = engine.agree(everyone, batch, stops=False)
             keep = compared is None or number < compared
@@ -138,7 +138,7 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
         return trial
 
 
-def _loader(config: Config, corpus: Path, rank: int, ranks: int) -> TrainLoader:
+def trial_loader(config: Config, corpus: Path, rank: int, ranks: int) -> TrainLoader:
     """The run's own loader over the trial's corpus."""
     train, opened = config.train, IndexedCorpus(corpus)
     order = SampleOrder(opened.tokens, train.seq_len, config.run.seed, "trial")
@@ -166,7 +166,8 @@ def assemble(records: Sequence[RankTrial]) -> Trial:
     """
     first = records[0]
     for rank, other in enumerate(records):
-        if (other.losses, other.norms) != (first.losses, first.norms):
+        same = np.array_equal(other.losses + other.norms, first.losses + first.norms, equal_nan=True)
+        if not same:
             raise RanksDiffer(f"rank {rank} saw other losses or norms than rank 0: {other.norms} and {first.norms}")
     gradients = [_whole([r.gradients[step] for r in records]) for step in range(len(first.gradients))]
     parameters = _whole([r.parameters for r in records])

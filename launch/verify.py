@@ -22,7 +22,7 @@ import numpy as np
 
 from conf.compose import compose
 from conf.schema import Config
-from errors import Refused
+from errors import ConfigRefused, Refused
 from launch.shrink import shrink
 from launch.tolerance import TOLERANCES, Tolerance
 from launch.trial import Tensors, Trial, run_trial, write_trial_corpus
@@ -181,7 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
-    whole = compose(options.overrides, options.config_dir, world=options.ranks)
+    whole = compose(options.overrides, options.config_dir, world=options.ranks, here=False)
+    if options.ranks == 1:
+        raise ConfigRefused("--ranks 1: one process is what a layout is compared with; give the ranks of the layout")
     small = shrink(whole, options.ranks, options.steps, whole.precision.name if options.precision == "own" else "fp64")
     print(
         f"{layout_of(small.parallel, options.ranks).words}, zero {small.parallel.zero}, {small.precision.name}: "

@@ -17,7 +17,7 @@ from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
-from errors import CheckpointRefused, ConfigRefused, DataRefused, Diverged, PeerLost, Refused, StopRequested
+from errors import ConfigRefused, DataRefused, PeerLost, Refused
 from files import write_whole
 from metrics.sinks import Console
 
@@ -26,10 +26,7 @@ class _Held(ConfigRefused):
     """Another process has the folder: its status is not ours to write."""
 
 
-# What ends all processes with the same words, of which the one that leads says them.
-_SHARED = (ConfigRefused, CheckpointRefused, Diverged, PeerLost, StopRequested)
-_TOLD = "told by this process"
-_LEADER_SECONDS = 20.0
+_MOMENT = 2.0  # seconds
 _STATES = {130: "interrupted", 2: "refused", 3: "refused", 4: "diverged", 75: "stopped"}
 _REPORTED = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors", "sentencepiece", "wandb", "transformer-engine")
 
@@ -75,6 +72,17 @@ class RunDirectory:
             return {}
         return found if isinstance(found, dict) and isinstance(found.get("attempt"), int) else {}
 
+    def stamped_status(self) -> dict[str, Any]:
+        """The status and when it was written, so that a new one differs from the same words of before."""
+        with suppress(OSError):
+            return self.status() | {"written": self.status_file.stat().st_mtime_ns}
+        return {}
+
+    def note_step(self, step: int, attempt: int) -> None:
+        """The step that was reached, unless it is known already how the run ended."""
+        if self.status().get("state") == "running":
+            self.write_status("running", None, step, attempt)
+
     def wandb_id(self, kept: str | None) -> str:
         """Id of this run in W&B: this folder's, else the checkpoint's, else eight new hex digits."""
         file = self.path / "wandb" / "run_id"
@@ -97,33 +105,6 @@ class RunDirectory:
             console.close()
 
     @contextmanager
-    def following(self, rank: int, tells: bool) -> Iterator[None]:
-        """Around a start on a process that does not lead.
-
-        What ends it alone is told, if it `tells`, and recorded, as the others only wait for it. What ends all
-        is said and recorded by the one that leads: that is waited for, as launchers end all processes when the
-        first one ends.
-        """
-        try:
-            with self._refusing_what_the_system_refuses():
-                yield
-        except _SHARED:
-            self._wait_for_the_leader()
-            raise
-        except Exception as error:
-            if tells and not hasattr(error, _TOLD):
-                setattr(error, _TOLD, True)
-                print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-                self._record_end(error, Console(silent=True))
-            raise
-
-    def _wait_for_the_leader(self) -> None:
-        """Until status.json says how the start ended, or for as long as the leader may need to say so."""
-        end = time.monotonic() + _LEADER_SECONDS
-        while self.status().get("state") == "running" and time.monotonic() < end:
-            time.sleep(0.05)
-
-    @contextmanager
     def _refusing_what_the_system_refuses(self) -> Iterator[None]:
         """A full disk, a folder where a file should be, a missing permission: a message, and the trace in the log."""
         try:
@@ -134,15 +115,31 @@ class RunDirectory:
             ) from error
 
     def _record_end(self, error: BaseException, console: Console) -> None:
-        """Write how the start ended; on a full disk the error itself matters more."""
+        """Write how the start ended, and the error into the log."""
+        self.record_end(error)
+        with suppress(OSError):
+            plain = isinstance(error, Refused) and error.__cause__ is None
+            console.note(str(error) if plain else "".join(format_exception(error)))
+
+    def record_end(self, error: BaseException) -> None:
+        """Write how the start ended; on a full disk the error itself matters more.
+
+        A process that lost another one lets that one speak first: it knows why.
+        """
+        if isinstance(error, PeerLost) and self._ended_by_another():
+            return
         code = error.exit_code if isinstance(error, Refused) else 130 if isinstance(error, KeyboardInterrupt) else 1
         with suppress(OSError):
             status = self.status()
-            told = isinstance(error, PeerLost) and status.get("state") != "running"  # by the process that was lost
-            if self.path.is_dir() and not told:
+            if self.path.is_dir():
                 self.write_status(_STATES.get(code, "failed"), code, status.get("step", 0), status.get("attempt", 0))
-            plain = isinstance(error, Refused) and error.__cause__ is None
-            console.note(str(error) if plain else "".join(format_exception(error)))
+
+    def _ended_by_another(self) -> bool:
+        """Whether, within a moment, another process writes how it ended."""
+        end = time.monotonic() + _MOMENT
+        while self.status().get("state") == "running" and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.status().get("state") != "running"
 
     @contextmanager
     def _held(self) -> Iterator[None]:

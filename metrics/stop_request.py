@@ -13,9 +13,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Notes the first signal; the second one of a kind does what it would have done without us."""
+    """Notes the first signal; the second one of a kind does what it would have done without us.
 
-    def __init__(self, file: Path) -> None:
+    Of many processes one looks at the file.
+    """
+
+    def __init__(self, file: Path | None) -> None:
         self.file = file
         self.signal: signal.Signals | None = None
         self.before: dict[int, Any] = {}
@@ -43,4 +46,4 @@ class StopRequest:
         """Who asked for an end, in words; None if nobody did."""
         if self.signal is not None:
             return self.signal.name
-        return f"the file {self.file}" if self.file.exists() else None
+        return f"the file {self.file}" if self.file is not None and self.file.exists() else None

@@ -68,6 +68,7 @@ def build_part(config: ModelConfig, part: Part, mesh: Mesh, options: BuildOption
         compile_regions(decoder, options.device)
     zero = shard(decoder, decoder.blocks, mesh.data, options.zero, options.compute, options.master)
     decoder.to_empty(device=options.device)
+    decoder.freq = decoder.freq.to(options.device)  # here, not in each step: a copy from the host waits
     twins, again = shared_by_two_stages(config, part)
     shards = shards_of(decoder, mesh, twins, again)
     initialise(shards, config, options.seed)

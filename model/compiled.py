@@ -19,7 +19,7 @@ def compile_regions(model: Decoder, device: torch.device) -> None:
     model.compiled = True
     # torch 2.13's pattern for attention matches the blocked form without gradients and gets its shapes wrong;
     # the one for addmm takes the residual's addition out of the norm's loop, where it costs nothing.
-    options: dict[str, str | int | bool | Callable[..., Any]] = {"pattern_matcher": False}
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"pattern_matcher": device.type != "cpu"}
     for block in model.blocks:
         block.compile(options=options)
     if device.type == "cuda":

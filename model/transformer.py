@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         if self.part.first and self.embedding is not None:
             x = self.embedding(x)
         context = attention_context(
-            positions, cu_seqlens, seq_len, self.freq.to(x.device),
+            positions, cu_seqlens, seq_len, self.freq,
             dtype=x.dtype, window=self.config.window, documents=documents,
             whole_masks=self.compiled,
         )  # fmt: skip

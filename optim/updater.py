@@ -36,10 +36,12 @@ class StepOutcome:
 def square_sum(gradients: Sequence[Tensor]) -> Tensor:
     """Sum of squares of all elements, an fp64 scalar.
 
-    Pieces are summed in their own format and added up in fp64: a sum over millions of elements in fp32 loses
-    up to a hundredth, more the larger the tensor.
+    On a CPU pieces are summed in their own format and added up in fp64: a sum over millions of elements in fp32
+    loses up to a hundredth, more the larger the tensor. CUDA's own sum goes by small pieces.
     """
-    pieces = [piece for gradient in gradients for piece in gradient.reshape(-1).split(_NORM_PIECE)]
+    pieces = list(gradients)
+    if pieces[0].device.type == "cpu":
+        pieces = [piece for gradient in gradients for piece in gradient.reshape(-1).split(_NORM_PIECE)]
     return torch.stack(torch._foreach_norm(pieces, 2.0)).double().square().sum()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from errors import ConfigRefused
 from parallel.precision import PrecisionConfig
 
 Say = Callable[[str], None]
@@ -62,7 +63,15 @@ class Machine:
 def local_device(asked: str, local_rank: int) -> torch.device:
     """The device of one of several processes on a host: each has a GPU of its own."""
     kind = choose_device(asked).value
-    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cpu":
+        return torch.device(kind)
+    count = torch.cuda.device_count()
+    if local_rank >= count > 1:
+        raise ConfigRefused(
+            f"process {local_rank} of this host has no GPU of its own: {count} are visible; start at most {count} "
+            "processes a host, or write train.device=cpu"
+        )
+    return torch.device(kind, local_rank if count > 1 else 0)  # Slurm may show each process its own one alone
 
 
 def set_up_machine(

@@ -18,9 +18,7 @@ def finish_gradients(shards: Sequence[Shard], mesh: Mesh, table: str | None = No
     summed over tp. A `table` that the first and the last pipeline stage hold was used by each in its way:
     its two gradients are summed.
     """
-    partial = [each.gradient for each in shards if each.partial and each.gradient is not None]
-    for dtype in {gradient.dtype for gradient in partial}:
-        add_up([gradient for gradient in partial if gradient.dtype == dtype], mesh.axis("tp"))
+    add_up([each.gradient for each in shards if each.partial and each.gradient is not None], mesh.axis("tp"))
     held = [each.gradient for each in shards if each.name == table and each.gradient is not None]
     _share(held, mesh)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from parallel.layout import AXES, Layout
 
@@ -59,11 +61,17 @@ class Mesh:
         return self.layout.dp_rank(self.rank)
 
 
-def make_mesh(layout: Layout, rank: int, device: torch.device) -> Mesh:
-    """The groups of a layout; every process of the run calls this, inside its process group."""
+def make_mesh(layout: Layout, rank: int, device: torch.device, timeout: int) -> Mesh:
+    """The groups of a layout; every process of the run calls this, inside its process group.
+
+    timeout: seconds that a collective may wait (groups do not take it over from the world's).
+    """
     if layout.world == 1:
         return ONE_PROCESS
-    return Mesh(layout, rank, init_device_mesh(device.type, layout.sizes, mesh_dim_names=AXES))
+    mesh = init_device_mesh(device.type, layout.sizes, mesh_dim_names=AXES)
+    for axis in AXES:
+        _set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(axis))
+    return Mesh(layout, rank, mesh)
 
 
 ONE_PROCESS = Mesh(Layout(), 0, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,13 @@ _FLIGHT_RECORDER = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
+
+
+_LOSS = re.compile(
+    r"(closed|reset) by peer|connection refused|broken pipe|socket (closed|timeout)|timed out|wait timeout|"
+    r"failed to (recv|send|connect)|connectFullMesh",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -78,12 +86,14 @@ class Everyone:
             dist.barrier()
 
 
-def _is_loss(error: RuntimeError) -> bool:
-    """Whether a collective failed because of another process: gloo says so in words only."""
-    if isinstance(error, dist.DistError):
-        return True
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-    return any(each in str(error) for each in words)
+def is_loss(error: BaseException) -> bool:
+    """Whether a collective failed because of another process; gloo says so in words, pipelines wrap its error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, dist.DistError) or _LOSS.search(str(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 @contextmanager
@@ -107,14 +117,22 @@ def joined(ranks: Ranks, device: torch.device, timeout: int) -> Iterator[Everyon
         backend, init_method=ranks.rendezvous, rank=ranks.rank, world_size=ranks.world,
         timeout=datetime.timedelta(seconds=timeout),
     )  # fmt: skip
+    clean = True
     try:
         yield Everyone(ranks.rank, ranks.world)
     except RuntimeError as error:
-        if not _is_loss(error):
+        clean = False
+        if not is_loss(error):
             raise
+        first = str(error).splitlines()[0][:200]
         raise PeerLost(
-            f"rank {ranks.rank} lost another process ({str(error).splitlines()[0][:200]}); the first message above, "
-            "or the newest of the run's logs/rank_*.txt, says why"
+            f"rank {ranks.rank} lost another process, or its connection ({first}); the first message above, or the "
+            "newest of the run's logs/rank_*.txt, says why"
         ) from error
+    except BaseException:
+        clean = False
+        raise
     finally:
-        dist.destroy_process_group()
+        # NCCL's end is itself a collective: after a failure it would wait for processes that wait for this one.
+        if clean or backend == "gloo":
+            dist.destroy_process_group()

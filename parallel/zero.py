@@ -63,7 +63,7 @@ class Zero:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
             bare = parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None
-            if bare and self.replicated:
+            if bare and self.replicated and self.stage > 1:
                 dtype = parameter.reduce_dtype or parameter.unsharded_param.dtype
                 parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
 
@@ -82,8 +82,7 @@ class Zero:
         root = fully_shard.state(self.module)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
             for group in state._fsdp_param_groups:
-                if self.stage > 1:
-                    self._even_out(group)
+                self._even_out(group)
                 group.post_backward()
         if last:
             root._root_post_backward_final_callback()

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from conf.schema import Config, TrainConfig
 from data.config import DataConfig
 from model.config import ModelConfig
@@ -76,3 +78,19 @@ LAYOUTS = {
     "recompute every_n pp2": (2, P(pp=2), MODEL, "every_n"),
     "recompute selective pp2 zbv": (2, pipe("zbv"), MODEL, "selective"),
 }
+
+QUICK = {
+    "dp2", "tp2", "pp2", "pp2 vpp2", "tp4 tied", "pp4 tied", "zero0 dp2", "zero2 dp2", "zero3 dp4", "zero3 dp8",
+    "hsdp 2x2 zero2", "tp2 pp2", "tp2 dp2 zero3", "tp2 dp2 zero2", "pp2 dp2 zero1", "pp2 dp2 interleaved zero2",
+    "pp2 dp2 interleaved_zb zero3", "pp2 dp2 zbv zero2", "pp2 dp2 dualpipev zero1", "pp2 gpipe", "pp2 zbv tied",
+    "pp2 uneven", "tp2 pp2 dp2", "recompute selective pp2 zbv", "recompute every_n pp2",
+}  # fmt: skip
+"""What `make test` proves; `make soak` proves all."""
+
+
+def cases(layouts, quick):
+    """Parameters of a test: those that are not quick are left to `make soak`."""
+    return [
+        pytest.param(*values, id=name, marks=() if name in quick else pytest.mark.soak)
+        for name, values in layouts.items()
+    ]

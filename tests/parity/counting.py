@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Engine
-from launch.trial import _loader
+from launch.trial import trial_loader
 from metrics.clock import StepClock
 from model.transformer import Block
 from parallel.device import set_up_machine
@@ -68,7 +68,7 @@ def started(ranks, config):
     device = torch.device("cpu")
     with joined(ranks, device, 60) as everyone:
         machine = set_up_machine(device, 1, 1, config.precision, 1.0, "highest", lambda _: None)
-        mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device)
+        mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device, 60)
         yield Engine(config, config.model, mesh, machine, StepClock(device)), mesh, everyone
 
 
@@ -82,7 +82,9 @@ def one_step(ranks, config, corpus):
         return body(self, *args)
 
     with patch.object(Block, "_body", counted), started(ranks, config) as (engine, mesh, everyone):
-        batches = list(_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, 2 * config.train.global_batch))
+        batches = list(
+            trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, 2 * config.train.global_batch)
+        )
         engine.step(batches[0].micro_batches, 100, 1e-3)
         out.bodies = 0
         agreed = engine.agree(everyone, batches[1], stops=False)
@@ -119,7 +121,7 @@ def within(ranks, config, corpus):
     """Bytes that are alive beside the shards after the first of several micro-batches: weights and gradients."""
     out = Counted()
     with started(ranks, config) as (engine, mesh, everyone):
-        batch = next(_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, config.train.global_batch))
+        batch = next(trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, config.train.global_batch))
         engine._begin(batch.micro_batches, 1e-3)
         engine._one(batch.micro_batches[0], last=False)
         engine._one(batch.micro_batches[1], last=False)
@@ -137,7 +139,7 @@ def within(ranks, config, corpus):
 def saved_for_backward(ranks, config, corpus):
     """Bytes of activations that one micro-batch keeps for its backward pass."""
     with started(ranks, config) as (engine, mesh, everyone):
-        batch = next(_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, config.train.global_batch))
+        batch = next(trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, config.train.global_batch))
         weights = {p.untyped_storage().data_ptr() for built in engine.parts for p in built.decoder.parameters()}
         kept = {}
 

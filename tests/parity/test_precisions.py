@@ -6,8 +6,9 @@ from launch.tolerance import TOLERANCES
 from launch.trial import run_trial
 from launch.verify import compare
 from parallel.config import ParallelConfig as P
-from tests.parity.cases import MODEL, STEPS, TIED, config_of, pipe
+from tests.parity.cases import MODEL, STEPS, TIED, cases, config_of, pipe
 
+QUICK = {"dp2 zero1", "tp2", "pp2", "pp2 dp2 interleaved_zb zero2", "hsdp 2x2 zero2", "tp2 pp2"}
 LAYOUTS = {
     "dp2 zero0": (2, P(zero=0), TIED, "none"),
     "dp2 zero1": (2, P(), MODEL, "none"),
@@ -27,7 +28,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("ranks, parallel, model, recompute", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("ranks, parallel, model, recompute", cases(LAYOUTS, QUICK))
 def test_a_layout_stays_within_the_tolerance(reference, trial_corpus, ranks, parallel, model, recompute, precision):
     config = config_of(parallel, ranks, model, precision, recompute)
     tolerance = TOLERANCES[precision]

@@ -1,0 +1,403 @@
+"""One start of a run on one process: find where to go on, make data ready, join the others, build, loop."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from checkpoint import store
+from checkpoint.store import RunState
+from conf.resolve import run_directory, run_name, to_dict, to_yaml, total_steps
+from conf.schema import Config
+from data.batch import MicroBatch, StepBatch
+from data.indexed import IndexedCorpus
+from data.loader import TrainLoader, validation_batches
+from data.order import SampleOrder
+from data.prepare import ReadyData, ready
+from data.tokenizer import Tokenizer
+from engine import Agreed, Engine, StepSums
+from errors import DataRefused, Diverged, StopRequested
+from metrics.clock import StepClock
+from metrics.follower import Follower
+from metrics.rank_log import rank_log
+from metrics.reporter import Reporter, peak_memory_gb
+from metrics.run_directory import RunDirectory
+from metrics.sinks import Console, JsonLines, Wandb
+from metrics.stop_request import StopRequest
+from metrics.throughput import throughput
+from model.flops import recomputed_flops, step_flops
+from model.generate import continue_text
+from model.parts import layers_of_stages
+from model.transformer import count_parameters
+from optim.schedule import lr_share, peak_lr, warmup_steps
+from optim.updater import StepOutcome
+from parallel.device import Machine, local_device, set_up_machine
+from parallel.layout import layout_of
+from parallel.mesh import make_mesh
+from parallel.process import Everyone, joined
+from parallel.ranks import Ranks, find_ranks
+from parallel.schedules import schedule_name, stages_per_rank
+from start import Saved, checkpoint_folder, find_saved, last_step
+
+
+def run(config: Config, overrides: list[str]) -> int:
+    """One start of a run on this process: find where to go on, make data ready, join the others, build, train."""
+    ranks = find_ranks(os.environ)
+    leads = ranks.rank == 0
+    directory, console = RunDirectory(run_directory(config)), Console(silent=not leads)
+    follower = Follower(directory, ranks.rank, first_on_host=ranks.local_rank == 0)
+    with directory.attempt(console) if leads else follower:
+        saved = find_saved(config, console)
+        if saved and saved.state.step >= last_step(config):
+            done = "done" if saved.state.step >= total_steps(config) else "paused"
+            console.say(f"{run_name(config)} is at step {saved.state.step} of {last_step(config)}: done ({saved.path})")
+            if leads:
+                directory.finish(done, saved.state.step)
+            return 0
+        data = ready(config.data, console.say, config.model.vocab_size)
+        device = local_device(config.train.device, ranks.local_rank)
+        with joined(ranks, device, config.parallel.timeout) as everyone:
+            follower.joined = True
+            everyone.require_same("what they are to do", task_text(config, saved, data, device))
+            if leads:
+                directory.prepare(to_yaml(config), overrides, saved.state.step if saved else 0)
+                console.open_log(directory.path / "log.txt")
+            everyone.barrier()
+            with rank_log(directory.path / "logs", ranks.rank):
+                trainer = Trainer(config, data, directory, console, ranks, everyone, saved)
+                return trainer.train()
+
+
+def task_text(config: Config, saved: Saved | None, data: ReadyData, device: torch.device) -> str:
+    """What must be the same on every process, in words."""
+    begin = f"from step {saved.state.step}" if saved else "from the beginning"
+    settings = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]
+    return (
+        f"run {run_name(config)} {begin} to {last_step(config)}, settings {settings}, data {data.fingerprint[:12]}, "
+        f"{device.type}, torch {torch.__version__}"
+    )
+
+
+@dataclass
+class Progress:
+    """Where the run stands."""
+
+    step: int = 0
+    """Steps done, skipped ones included."""
+    samples: int = 0
+    """Sequences seen: the data cursor."""
+    tokens: int = 0
+    """Tokens seen."""
+    skipped: int = 0
+    """Steps of this start whose gradients were not finite."""
+    skipped_in_a_row: int = 0
+    """Those of them since the last good step."""
+
+
+class Trainer:
+    """The engine, its data and its reports on this process, and the loop over them."""
+
+    def __init__(
+        self, config: Config, data: ReadyData, directory: RunDirectory, console: Console, ranks: Ranks,
+        everyone: Everyone, saved: Saved | None,
+    ) -> None:  # fmt: skip
+        self.config, self.data, self.directory, self.console = config, data, directory, console
+        self.everyone, self.leads, self.last = everyone, everyone.rank == 0, last_step(config)
+        self.progress, self.recorded = Progress(), 0
+        self.shape = replace(config.model, vocab_size=config.model.vocab_size or data.vocab_size)
+        self.attempt = int(everyone.gather(str(directory.status().get("attempt", 1)))[0])
+        self.layout = layout_of(config.parallel, everyone.world)
+        self.announce(saved, ranks)
+        self.machine = self.set_up(ranks, saved)
+        self.peak = self.machine.peak
+        self.clock = StepClock(self.machine.device)
+        mesh = make_mesh(self.layout, everyone.rank, self.machine.device, config.parallel.timeout)
+        self.engine = Engine(config, self.shape, mesh, self.machine, self.clock)
+        self.loader, self.validation = self.open_data(mesh.dp_rank)
+        self.valid_held_out = sum(everyone.add([b.valid_tokens for group in self.validation for b in group] or [0]))
+        self.valid_held_out //= everyone.world // self.layout.dp
+        self.peak_lr = peak_lr(config.optim, config.model.hidden)
+        self.announce_schedule()
+        own = saved is not None and saved.path.parent == checkpoint_folder(config)  # else it is another run's
+        self.wandb_id = directory.wandb_id(saved.state.wandb_id if saved and own else None) if self.leads else ""
+        self.val_loss = math.nan
+        self.unread: list[tuple[int, StepOutcome]] = []
+        if saved:
+            self.load(saved)
+
+    def set_up(self, ranks: Ranks, saved: Saved | None) -> Machine:
+        """Device, threads and products; how fp32 products are made is rank 0's choice for all."""
+
+        def choose(matmul: str | None) -> Machine:
+            config = self.config
+            return set_up_machine(
+                local_device(config.train.device, ranks.local_rank), config.train.threads, ranks.local_world,
+                config.precision, config.metrics.peak_tflops, matmul, self.console.say,
+            )  # fmt: skip
+
+        kept = saved.state.choices.get("matmul") if saved else None
+        machine = choose(kept) if self.leads else None
+        chosen = self.everyone.gather(machine.matmul if machine else "")[0]
+        machine = machine or choose(chosen)
+        self.everyone.require_same("how fp32 products are made", machine.matmul)
+        return machine
+
+    def announce(self, saved: Saved | None, ranks: Ranks) -> None:
+        """What begins, where, on how many processes, and how long it is."""
+        train, checkpoint, say = self.config.train, self.config.checkpoint, self.console.say
+        begin = saved.state.step if saved else 0
+        say(f"run {run_name(self.config)} in {self.directory.path}, attempt {self.attempt}")
+        say(
+            f"steps {begin + 1} to {self.last} of {total_steps(self.config)}, "
+            f"{train.global_batch * train.seq_len:,} tokens each; "
+            f"a checkpoint every {checkpoint.every or self.last} steps; W&B {self.config.metrics.wandb}"
+        )
+        say(
+            f"a step is {train.global_batch // (train.micro_batch * self.layout.dp)} micro-batches of "
+            f"{train.micro_batch} sequences" + (f" on each of {self.layout.dp} ranks" if self.layout.dp > 1 else "")
+        )
+        if self.attempt > 1 and saved is None:
+            say("no checkpoint was saved by the attempts before: beginning at the first step")
+        if ranks.world > 1:
+            self.announce_layout(ranks)
+
+    def announce_layout(self, ranks: Ranks) -> None:
+        """The ranks as a table, and what they share."""
+        parallel, say = self.config.parallel, self.console.say
+        say(f"{ranks.world} processes started by {ranks.source}: {self.layout.words}; zero {parallel.zero}")
+        for line in self.layout.table():
+            say(line)
+        if parallel.pp > 1:
+            layers = ", ".join(str(count) for count in layers_of_stages(self.shape, parallel))
+            source = "as configured" if parallel.layers_per_stage else "even in cost, the head counted"
+            say(
+                f"pipeline: {schedule_name(parallel)}, {stages_per_rank(parallel)} stage(s) a rank, "
+                f"layers {layers} ({source})"
+            )
+
+    def announce_schedule(self) -> None:
+        """The learning rate and where it comes from."""
+        config = self.config
+        warmup = warmup_steps(config.lr_schedule, total_steps(config))
+        source = "optim.lr" if config.optim.lr is not None else "0.75 / model.hidden"
+        shape = f"{config.lr_schedule.name} after a warm-up of {warmup} steps"
+        self.console.say(f"learning rate: {self.peak_lr:.2e} ({source}), {shape}")
+        if config.train.compile:
+            self.console.say("compile: each block and the loss, once a shape; the first step is slow")
+
+    def open_data(self, dp_rank: int) -> tuple[TrainLoader, list[tuple[MicroBatch, ...]]]:
+        """The loader of training steps, and the held-out micro-batches (none without a held-out corpus)."""
+        config, source, train = self.config, self.data.source, self.config.train
+        corpus = IndexedCorpus(source.train)
+        order = SampleOrder(corpus.tokens, train.seq_len, config.run.seed, source.name)
+        self.console.say(f"model: {config.model.name}, {count_parameters(self.shape):,} parameters")
+        self.console.say(
+            f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {order.report}"
+        )
+        vocab_size = self.shape.vocab_size or 0
+        loader = TrainLoader(
+            corpus, order, global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
+            document_mask=config.data.document_mask, vocab_size=vocab_size, prefetch=config.data.prefetch,
+            rank=dp_rank, ranks=self.layout.dp,
+        )  # fmt: skip
+        if source.validation is None or not train.eval_every:
+            self.console.say("validation: none" + ("" if source.validation else " (the source has no held-out corpus)"))
+            return loader, []
+        held_out = validation_batches(
+            IndexedCorpus(source.validation), samples=train.eval_samples, micro_batch=train.micro_batch,
+            seq_len=train.seq_len, document_mask=config.data.document_mask, vocab_size=vocab_size,
+            rank=dp_rank, ranks=self.layout.dp,
+            group=self.engine.micro_batches if config.parallel.pp > 1 else 1,
+        )  # fmt: skip
+        return loader, list(held_out)
+
+    def load(self, saved: Saved) -> None:
+        """Go on from a checkpoint, whatever layout wrote it."""
+        state, here = saved.state, {self.data.source.name: self.data.fingerprint}
+        if state.data != here:
+            raise DataRefused(
+                f"{saved.path} was trained on other data than {self.data.source.train} holds now: fingerprints "
+                f"{state.data} then, {here} now; give the run its corpus back, or start another run"
+            )
+        store.load(saved.path, self.engine.pieces(), everyone=self.everyone)
+        self.engine.resume(state.updates)
+        self.progress = Progress(state.step, state.samples, state.tokens)
+        self.recorded = state.step
+
+    def train(self) -> int:
+        """Train to the last step of this start; the exit code."""
+        config, begin = self.config, self.progress.step
+        stop = StopRequest(self.directory.stop_file if self.leads else None)
+        with stop.listening(), self.recording_where_it_ends(), self.open_reports() as report, self.loader as loader:
+            if begin:
+                report.event("resume", begin, f"going on after step {begin}")
+            self.clock.finish()
+            for batch in loader.steps(self.progress.samples, self.last_sample):
+                self.clock.add("data", loader.take_wait())
+                agreed = self.engine.agree(self.everyone, batch, stop.asked is not None)
+                if agreed.stops and self.progress.step > begin:
+                    self.stop_here(report, stop.asked)
+                sums, lr = self.take_step(batch, agreed)
+                if self.due(config.metrics.every):
+                    self.report_step(report, agreed, sums, lr)
+                if self.validation and self.due(config.train.eval_every):
+                    self.evaluate(report)
+                if len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
+                    self.read_skips(report)
+                if self.due(config.checkpoint.every):
+                    self.save(report)
+            return self.finish(report)
+
+    def stop_here(self, report: Reporter, asked: str | None) -> None:
+        """Save and end, as somebody asked."""
+        self.read_skips(report)
+        if not self.due(self.config.checkpoint.every):  # else it has just been saved
+            self.save(report)
+        if self.leads:
+            self.directory.stop_file.unlink(missing_ok=True)
+        raise StopRequested(
+            f"stopped by {asked or 'another process'} after step {self.progress.step}; the same command goes on "
+            "from there"
+        )
+
+    @contextmanager
+    def recording_where_it_ends(self) -> Iterator[None]:
+        """Whatever breaks the training off, status.json has the step that was reached."""
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                if self.leads:
+                    self.directory.note_step(self.progress.step, self.attempt)
+            raise
+
+    @property
+    def last_sample(self) -> int:
+        """Where the data cursor will be at the last step."""
+        return self.progress.samples + (self.last - self.progress.step) * self.config.train.global_batch
+
+    def due(self, every: int) -> bool:
+        """Whether something done every so many steps is due now; always so at the last step."""
+        return self.progress.step == self.last or (every > 0 and self.progress.step % every == 0)
+
+    def take_step(self, batch: StepBatch, agreed: Agreed) -> tuple[StepSums, float]:
+        """One step of the engine: its sums, still on the device, and the learning rate."""
+        progress = self.progress
+        lr = self.peak_lr * lr_share(self.config.lr_schedule, progress.step, total_steps(self.config))
+        sums, self.outcome = self.engine.step(batch.micro_batches, agreed.valid_tokens, lr)
+        progress.step += 1
+        progress.samples += len(batch.samples)
+        progress.tokens += len(batch.samples) * self.config.train.seq_len
+        self.unread.append((progress.step, self.outcome))
+        return sums, lr
+
+    def report_step(self, report: Reporter, agreed: Agreed, sums: StepSums, lr: float) -> None:
+        """Read the device, record the step with the time of those since the last record, and look for skips."""
+        config, progress, world = self.config, self.progress, self.everyone.world
+        loss, z_square = (each / max(1, agreed.valid_tokens) for each in self.engine.everywhere(sums))
+        norm, steps = self.outcome.grad_norm.item(), progress.step - self.recorded
+        seconds, parts = self.clock.finish()
+        working = (seconds - parts["evaluation"] - parts["checkpoint"]) / steps
+        tokens = config.train.global_batch * config.train.seq_len
+        needed = step_flops(self.shape, tokens, agreed.pairs)
+        again = recomputed_flops(self.shape, tokens, agreed.pairs, config.train.recompute, config.train.recompute_n)
+        if self.machine.measured:  # by a busy machine, perhaps: no step is faster than the peak
+            self.peak = max(self.peak, (needed + again) / working / world)
+        speed = throughput(tokens, needed, again, working, self.peak * world)
+        aux = {"z_loss": config.model.z_loss * z_square} if config.model.z_loss else {}
+        report.step({
+            "step": progress.step, "loss": loss, "aux": aux, "grad_norm": norm, "lr": lr,
+            "tokens": progress.tokens, "samples": progress.samples, "tokens_per_s": speed.tokens_per_s,
+            "mfu": speed.mfu, "hfu": speed.hfu, "step_time": seconds / steps,
+            "time": {name: part / steps for name, part in parts.items()},
+            "memory_gb": peak_memory_gb(self.machine.device), "skipped": progress.skipped,
+        })  # fmt: skip
+        self.recorded = progress.step
+        self.read_skips(report)
+
+    def read_skips(self, report: Reporter) -> None:
+        """Tell of the steps skipped since the last look, and stop the run if too many came in a row."""
+        progress, unread = self.progress, self.unread
+        self.unread = []
+        for step, outcome in unread:
+            if not outcome.skipped.item():
+                progress.skipped_in_a_row = 0
+                continue
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+            report.event("skip", step, f"step {step} changed nothing: its gradients are not finite")
+            if progress.skipped_in_a_row >= self.config.train.max_skips:
+                raise Diverged(
+                    f"{progress.skipped_in_a_row} steps in a row had gradients that are not finite "
+                    f"(train.max_skips={self.config.train.max_skips}); lower optim.lr, or look at what these steps "
+                    f"read. The newest checkpoint is from before step {step}"
+                )
+
+    def evaluate(self, report: Reporter) -> None:
+        """Loss on the held-out samples, whatever the micro-batch size and the layout."""
+        with self.clock.part("evaluation"):
+            self.val_loss = self.engine.evaluate(self.validation) / max(1, self.valid_held_out)
+        step, name = self.progress.step, self.data.source.name
+        text = f"validation at step {step}: loss {self.val_loss:.4f} nats/token"
+        report.event("validation", step, text, val_loss=self.val_loss, sources={name: self.val_loss})
+
+    def save(self, report: Reporter) -> None:
+        """Write a checkpoint; every process writes what it holds."""
+        progress, config = self.progress, self.config
+        with self.clock.part("checkpoint"):
+            state = RunState(
+                progress.step, progress.samples, progress.tokens, self.engine.updater.updates,
+                data={self.data.source.name: self.data.fingerprint}, config=to_dict(config),
+                vocab_size=self.shape.vocab_size or 0, choices={"matmul": self.machine.matmul},
+                layout=self.layout.words, wandb_id=self.wandb_id,
+            )  # fmt: skip
+            path = store.save(
+                checkpoint_folder(config), self.engine.pieces(), state, keep=config.checkpoint.keep,
+                tokenizer=self.data.tokenizer, everyone=self.everyone,
+            )  # fmt: skip
+        report.event("checkpoint", progress.step, f"saved {path}", path=str(path))
+        if self.leads:
+            self.directory.note_step(progress.step, self.attempt)
+
+    def open_reports(self) -> Reporter:
+        """The sinks of this start; only the process that leads has any."""
+        config, path = self.config, self.directory.path
+        if not self.leads:
+            return Reporter(self.console, None, None, self.attempt, self.last, total_steps(config))
+        wandb = Wandb(config.metrics, path, run_name(config), self.wandb_id, to_dict(config))
+        return Reporter(
+            self.console, JsonLines(path / "metrics.jsonl"), wandb, self.attempt, self.last, total_steps(config)
+        )
+
+    def finish(self, report: Reporter) -> int:
+        """Say how good the model is and let it speak; exit code 0."""
+        whole, say = total_steps(self.config), self.console.say
+        state = "done" if self.progress.step >= whole else "paused"
+        if self.validation:
+            say(
+                f"validation loss {self.val_loss:.3f} nats/token; guessing by frequency alone (unigram entropy) "
+                f"gives {self.data.unigram_entropy:.3f}"
+            )
+        if state == "done":
+            self.say_sample()
+        say(f"{state} at step {self.progress.step} of {whole}: {self.directory.path}")
+        if self.leads:
+            self.directory.finish(state, self.progress.step)
+        return 0
+
+    def say_sample(self) -> None:
+        """Let the model speak, where one process has all of it."""
+        prompt, path = self.config.train.sample_prompt, self.data.tokenizer
+        if prompt is None or path is None:
+            return
+        if self.everyone.world > 1:
+            self.console.say(f"for a sample: python -m model.generate {self.directory.path} --prompt {prompt!r}")
+            return
+        options = {"count": 80, "context": self.config.train.seq_len, "temperature": 0.8, "top_k": 50, "seed": 0}
+        self.console.say(f"a sample:\n{continue_text(self.engine.decoder, Tokenizer(path), prompt, **options)}")
