@@ -137,7 +137,7 @@ class Trainer:
         def choose(matmul: str | None) -> Machine:
             config = self.config
             return set_up_machine(
-                local_device(config.train.device, ranks.local_rank), config.train.threads, ranks.local_world,
+                config.train.device, ranks.local_rank, config.train.threads, ranks.local_world,
                 config.precision, config.metrics.peak_tflops, matmul, self.console.say,
             )  # fmt: skip
 

@@ -61,7 +61,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes CUDA where it works."""
     threads: int | None = None
-    """CPU threads of this process; null: the cores it may use."""
+    """CPU threads of each process; null: the cores it may use, shared among the processes that torchrun starts here."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
     """One rank's part of `run_trial`."""
     config, device = replace(config, train=replace(config.train, threads=1)), torch.device("cpu")
     with joined(ranks, device, config.parallel.timeout) as everyone:
-        machine = set_up_machine(device, 1, 1, config.precision, 1.0, "highest", lambda _: None)
+        machine = set_up_machine("cpu", 0, 1, 1, config.precision, 1.0, "highest", lambda _: None)
         mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device, config.parallel.timeout)
         engine = Engine(config, config.model, mesh, machine, StepClock(device))
         trial, peak = RankTrial(), peak_lr(config.optim, config.model.hidden)

@@ -105,8 +105,9 @@ def worst(reference: Tensors, other: Tensors) -> Worst:
             return Worst(math.inf, name)
         size = float(np.linalg.norm(reference[name]))
         error = float(np.linalg.norm(other[name] - reference[name])) / (size or 1.0)
-        if not error <= found.error:  # a NaN too
-            found = Worst(error, name)
+        if math.isnan(error):
+            return Worst(math.inf, name)
+        found = max(found, Worst(error, name), key=lambda each: each.error)
     return found
 
 
@@ -123,7 +124,7 @@ def compare(one: Trial, other: Trial, tolerance: Tolerance) -> Comparison:
 
 
 def alone(config: Config) -> Config:
-    """The same training by one process, in micro-batches of one size."""
+    """The same training by one process, which keeps its activations and compiles nothing."""
     return replace(config, parallel=ParallelConfig(), train=replace(config.train, recompute="none", compile=False))
 
 
@@ -151,7 +152,10 @@ def table(comparison: Comparison) -> Iterator[str]:
     after, allowed = comparison.parameter, comparison.tolerance
     yield f"parameters after the last step: {after.error:.1e} {after.name}"
     yield f"validation loss: {comparison.val_loss_error:.1e}"
-    yield f"allowed: loss {allowed.loss:.0e}, norm {allowed.norm:.0e}, gradients {allowed.gradient:.0e}"
+    yield (
+        f"allowed: loss {allowed.loss:.0e}, norm {allowed.norm:.0e}, gradients {allowed.gradient:.0e}, "
+        f"parameters {allowed.parameter:.0e}"
+    )
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,11 +1,16 @@
-"""Collectives that autograd knows, as nodes of their own, so that compiled graphs may hold them.
+"""Collectives that autograd knows, as nodes of their own, so that a schedule may split the backward pass around them.
 
                      before                 moves                          after
 gather_tokens        x [T/n, h] each        all-gather                     [T, h] on all; backward: reduce-scatter
 scatter_sum          x [T, h] partial sums  reduce-scatter                 [T/n, h] each; backward: all-gather
+
+Compiled graphs hold PyTorch's functional collectives. Elsewhere the plain ones are called: under gloo the
+functional ones have crashed (a segmentation fault once in some 100,000 calls by four ranks).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +24,10 @@ def gather_tokens(x: Tensor, axis: Axis) -> Tensor:
     """x [T/n, ...], this rank's tokens -> [T, ...], everyone's in order."""
     if axis.group is None:
         return x
-    result: Tensor = funcol.wait_tensor(funcol.all_gather_single_autograd(x.contiguous(), 0, axis.group))
+    if torch.compiler.is_compiling():
+        compiled: Tensor = funcol.wait_tensor(funcol.all_gather_single_autograd(x.contiguous(), 0, axis.group))
+        return compiled
+    result: Tensor = _Gather.apply(x, axis)
     return result
 
 
@@ -27,16 +35,57 @@ def scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     """x [T, ...], one addend of n -> [T/n, ...], the sums for this rank's tokens."""
     if axis.group is None:
         return x
-    result: Tensor = funcol.wait_tensor(funcol.reduce_scatter_single_autograd(x.contiguous(), "sum", 0, axis.group))
+    if torch.compiler.is_compiling():
+        compiled: Tensor = funcol.wait_tensor(
+            funcol.reduce_scatter_single_autograd(x.contiguous(), "sum", 0, axis.group)
+        )
+        return compiled
+    result: Tensor = _Scatter.apply(x, axis)
     return result
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.axis), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.axis), None
+
+
+def _all_gather(x: Tensor, axis: Axis) -> Tensor:
+    out = x.new_empty(len(x) * axis.size, *x.shape[1:])
+    dist.all_gather_single(out, x.contiguous(), group=axis.group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    out = x.new_empty(len(x) // axis.size, *x.shape[1:])
+    dist.reduce_scatter_single(out, x.contiguous(), group=axis.group)
+    return out
 
 
 def gather_plain(x: Tensor, axis: Axis) -> Tensor:
     """x [...] -> [n, ...] of every rank along the axis, without a gradient."""
     if axis.group is None:
         return x[None]
-    result: Tensor = funcol.wait_tensor(funcol.all_gather_single(x.contiguous()[None], 0, axis.group))
-    return result
+    if torch.compiler.is_compiling():
+        compiled: Tensor = funcol.wait_tensor(funcol.all_gather_single(x.contiguous()[None], 0, axis.group))
+        return compiled
+    return _all_gather(x[None], axis)
 
 
 def add_up(tensors: list[Tensor], axis: Axis) -> None:

@@ -75,20 +75,21 @@ def local_device(asked: str, local_rank: int) -> torch.device:
 
 
 def set_up_machine(
-    target: torch.device, threads: int | None, sharing: int, precision: PrecisionConfig, peak: float | None,
+    asked: str, local_rank: int, threads: int | None, sharing: int, precision: PrecisionConfig, peak: float | None,
     matmul: str | None, say: Say,
 ) -> Machine:  # fmt: skip
     """Choose, set and announce device, threads, fp32 products and the peak.
 
     Args:
-        target: from `local_device`.
+        asked, local_rank: as for `local_device`.
         threads: as in the train config.
         sharing: processes on this host that share the cores.
         peak: FLOP/s given by the user; None: published, or measured on a CPU (TFLOP/s).
         matmul: the choice of the run being resumed, kept where it is still true fp32; None: choose.
         say: prints a line.
     """
-    where, count = choose_device(target.type), choose_threads(threads, sharing)
+    target, where = local_device(asked, local_rank), choose_device(asked)
+    count = choose_threads(threads, sharing)
     torch.set_num_threads(int(count.value))
     how = choose_matmul(precision, target, matmul)
     torch.set_float32_matmul_precision(how.value)

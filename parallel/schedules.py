@@ -76,7 +76,7 @@ def _fill(layers: int, stages: int, embedding: float, head: float, limit: float)
     extra[0] += embedding
     extra[-1] += head
     most = [int(limit - e + 1e-9) for e in extra]
-    if min(most) < 1 or sum(most) < layers:
+    if min(most) < 1 or not stages <= layers <= sum(most):
         return None
     counts = [1] * stages
     for _ in range(layers - stages):  # the cheapest stage that has room takes the next layer

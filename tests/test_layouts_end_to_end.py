@@ -54,14 +54,13 @@ def test_a_run_under_torchrun_has_the_losses_of_one_process_and_one_voice(wide):
 
 
 def test_a_run_goes_on_in_any_other_layout(wide):
-    """1 -> tp2 -> pp2 vpp2 -> dp4 zero3 -> hsdp -> 1 process: the losses of an undisturbed run."""
+    """1 -> tp2 -> pp2 vpp2 -> dp4 zero3 -> 1 process: the losses of an undisturbed run."""
     assert train.main([*wide, "run.name=whole"]) == 0
     assert train.main([*wide, "train.stop_at=4"]) == 0
     for ranks, layout, stop_at in (
         (2, ["parallel.tp=2"], 8),
         (2, ["parallel.pp=2", "parallel.vpp=2"], 11),
         (4, ["parallel.zero=3"], 14),
-        (4, ["parallel.replicate=2", "parallel.zero=2"], 17),
     ):
         done = torchrun(ranks, *wide, *layout, f"train.stop_at={stop_at}")
         assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import torch
 
 from metrics.clock import PARTS, StepClock
 from metrics.config import MetricsConfig
+from metrics.reporter import Reporter
 from metrics.run_directory import RunDirectory, describe_environment
 from metrics.sinks import Console, JsonLines, Wandb, finite_record
 from metrics.throughput import format_duration, throughput
@@ -91,3 +92,37 @@ def test_a_disabled_wandb_writes_nothing(tmp_path):
     wandb.write({"step": 1, "loss": 2.0})
     wandb.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_time_that_is_left_is_told(tmp_path, capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("metrics.reporter.time.perf_counter", lambda: now[0])
+    reporter = Reporter(Console(), None, None, attempt=1, last_step=50, total_steps=200)
+    record = {
+        "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1.0, "mfu": 0.1, "step_time": 2.0, "skipped": 0,
+        "time": {"data": 0.0, "evaluation": 0.0, "checkpoint": 0.0},
+    }  # fmt: skip
+    for step in (1, 2, 3):
+        reporter.step(record | {"step": step})
+        now[0] += 2.0
+    assert "step   3/200" in capsys.readouterr().out.splitlines()[-1]
+    reporter.step(record | {"step": 4})
+    assert "eta 1m32s" in capsys.readouterr().out
+
+
+def test_a_clock_gives_the_rest_to_one_part_and_nested_parts_to_the_outer_one(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("metrics.clock.time.perf_counter", lambda: now[0])
+    clock = StepClock(torch.device("cpu"))
+    with clock.rest("pipeline_idle"):
+        now[0] += 1.0
+        for _ in range(2):
+            with clock.part("forward"):
+                now[0] += 2.0
+        now[0] += 0.5
+    with clock.part("evaluation"), clock.part("forward"):
+        now[0] += 4.0
+    now[0] += 0.25
+    total, parts = clock.finish()
+    assert (parts["pipeline_idle"], parts["forward"], parts["evaluation"], parts["other"]) == (1.5, 4.0, 4.0, 0.25)
+    assert total == sum(parts.values()) == 9.75

@@ -68,7 +68,7 @@ def test_threads_are_the_asked_ones_or_the_usable_cores():
 ])  # fmt: skip
 def test_a_machine_has_its_dtypes_and_says_each_choice(name, compute, master):
     said: list[str] = []
-    machine = set_up_machine(CPU, 1, 1, PrecisionConfig(name), None, None, said.append)
+    machine = set_up_machine("cpu", 0, 1, 1, PrecisionConfig(name), None, None, said.append)
     assert (machine.compute_dtype, machine.master_dtype) == (compute, master)
     assert machine.peak > 1e8
     assert len(said) == 4 and any("train.device=cpu" in line for line in said) and "measured" in said[-1]
@@ -87,7 +87,7 @@ def test_a_resumed_run_keeps_its_fp32_products_where_they_are_still_true(monkeyp
 
 def test_a_given_peak_counts():
     said: list[str] = []
-    assert set_up_machine(CPU, 1, 1, PrecisionConfig("fp64"), 2.5, None, said.append).peak == 2.5e12
+    assert set_up_machine("cpu", 0, 1, 1, PrecisionConfig("fp64"), 2.5, None, said.append).peak == 2.5e12
 
 
 def test_the_peak_is_measured_in_a_second():

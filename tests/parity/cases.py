@@ -85,7 +85,7 @@ QUICK = {
     "pp2 dp2 interleaved_zb zero3", "pp2 dp2 zbv zero2", "pp2 dp2 dualpipev zero1", "pp2 gpipe", "pp2 zbv tied",
     "pp2 uneven", "tp2 pp2 dp2", "recompute selective pp2 zbv", "recompute every_n pp2",
 }  # fmt: skip
-"""What `make test` proves; `make soak` proves all."""
+"""What `make test` proves; `make soak` proves the rest."""
 
 
 def cases(layouts, quick):
