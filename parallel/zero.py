@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from parallel.exchange import DirectGather, DirectReduceScatter
+
 
 @dataclass(frozen=True)
 class Zero:
@@ -110,6 +112,9 @@ def shard(
     for module in sharded:
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+        if mesh.device_type == "cpu" and mesh.size(-1) > 1:
+            module.set_custom_all_gather(DirectGather())
+            module.set_custom_reduce_scatter(DirectReduceScatter())
     if stage == 3 and mesh.device_type == "cuda":  # gloo has no stream of its own to gather on meanwhile
         for module, following in pairwise(sharded[:-1]):
             module.set_modules_to_forward_prefetch([following])

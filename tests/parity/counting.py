@@ -1,20 +1,18 @@
 """What a rank holds, moves and does in one step, counted on tensors and collectives; runs in spawned ranks."""
 
-from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
 from unittest.mock import patch
 
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Engine
 from launch.trial import trial_loader
 from metrics.clock import StepClock
 from model.transformer import Block
 from parallel.device import set_up_machine
+from parallel.exchange import DirectGather, DirectReduceScatter
 from parallel.layout import layout_of
 from parallel.mesh import make_mesh
 from parallel.pipeline import Done
@@ -22,32 +20,31 @@ from parallel.process import joined
 from parallel.shards import plain
 
 
-class Moved(TorchDispatchMode):
-    """Bytes of the whole message of each collective, by its kind."""
+@contextmanager
+def moved(out):
+    """Count the whole message of each of FSDP's gathers and reductions."""
+    gather, reduce = DirectGather.__call__, DirectReduceScatter.__call__
 
-    KINDS: ClassVar = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "allreduce_": 0}
+    def gathered(self, output_tensor, input_tensor, group, async_op=False):
+        out.gathered, out.gathers = out.gathered + output_tensor.nbytes, out.gathers + 1
+        gather(self, output_tensor, input_tensor, group, async_op)
 
-    def __init__(self):
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+    def reduced(self, output_tensor, input_tensor, group, op, async_op=False):
+        out.reduced, out.reductions = out.reduced + input_tensor.nbytes, out.reductions + 1
+        reduce(self, output_tensor, input_tensor, group, op, async_op)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("c10d::")
-        if name in self.KINDS:
-            whole = args[self.KINDS[name]]
-            tensors = whole if isinstance(whole, (list, tuple)) else [whole]
-            self.bytes[name] += sum(t.nbytes for t in tensors)
-            self.calls[name] += 1
-        return func(*args, **(kwargs or {}))
+    with patch.object(DirectGather, "__call__", gathered), patch.object(DirectReduceScatter, "__call__", reduced):
+        yield
 
 
 @dataclass
 class Counted:
     """Of one rank in one step."""
 
-    moved: dict[str, int] = field(default_factory=dict)
-    calls: dict[str, int] = field(default_factory=dict)
+    gathered: int = 0
+    gathers: int = 0
+    reduced: int = 0
+    reductions: int = 0
     order: list[Done] = field(default_factory=list)
     bodies: int = 0
     parameters: int = 0
@@ -88,9 +85,8 @@ def one_step(ranks, config, corpus):
         engine.step(batches[0].micro_batches, 100, 1e-3)
         out.bodies = 0
         agreed = engine.agree(everyone, batches[1], stops=False)
-        with Moved() as moved:
+        with moved(out):
             engine.step(batches[1].micro_batches, agreed.valid_tokens, 1e-3, lambda shards: _held(out, engine, shards))
-        out.moved, out.calls = dict(moved.bytes), dict(moved.calls)
         out.order = list(engine.pipeline.order) if engine.pipeline else []
         out.moments = sum(plain(t).nbytes for name, t, _ in engine.updater.tensors() if name.startswith("optim."))
     return out

@@ -34,9 +34,9 @@ def test_bytes_held_and_moved_are_those_of_the_formulas(trial_corpus, zero, prec
         assert each.parameters + each.gradients + each.moments == pytest.approx(16 * whole / ranks, rel=0.01)
         gathers = {1: 1, 2: 1, 3: 2 * m}[zero]
         reductions = {1: 1, 2: m, 3: m}[zero]
-        assert each.moved["_allgather_base_"] == c * gathers * padded
-        assert each.moved["_reduce_scatter_base_"] == 4 * reductions * padded
-        assert each.calls["_reduce_scatter_base_"] == reductions * each.groups
+        assert each.gathered == c * gathers * padded
+        assert each.reduced == 4 * reductions * padded
+        assert each.reductions == reductions * each.groups
 
 
 @pytest.mark.parametrize("zero, weights, gradients", [(1, True, True), (2, True, False), (3, False, False)])
@@ -77,4 +77,4 @@ def test_a_schedule_does_each_thing_once_in_its_own_order(trial_corpus, schedule
         most = each.groups * (1 if zero == 1 else m)
         # A group of no linears (embedding, norm, head) has nothing to send where its gradient came before.
         bare = sum(1 for stage in {stage for _, stage, _ in planned}) if SCHEDULES[schedule].splits and zero > 1 else 0
-        assert most - bare * m <= each.calls["_reduce_scatter_base_"] <= most
+        assert most - bare * m <= each.reductions <= most
