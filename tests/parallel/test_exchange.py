@@ -14,6 +14,7 @@ from parallel.process import joined
 def both_ways(ranks, dtype):
     with joined(ranks, torch.device("cpu"), 60):
         group = dist.group.WORLD
+        assert group is not None
         x = torch.randn(6 * ranks.world, 5, generator=torch.Generator().manual_seed(ranks.rank)).to(dtype)
         direct, own = torch.empty(6, 5, dtype=dtype), torch.empty(6, 5, dtype=dtype)
         reduce_into(direct, x, group)
