@@ -120,8 +120,8 @@ class Trainer:
         mesh = make_mesh(self.layout, everyone.rank, self.machine.device, config.parallel.timeout)
         self.engine = Engine(config, self.shape, mesh, self.machine, self.clock)
         self.loader, self.validation = self.open_data(mesh.dp_rank)
-        self.valid_held_out = sum(everyone.add([b.valid_tokens for group in self.validation for b in group] or [0]))
-        self.valid_held_out //= everyone.world // self.layout.dp
+        held_out = sum(batch.valid_tokens for group in self.validation for batch in group)
+        self.valid_held_out = everyone.add([held_out])[0] * self.layout.dp // everyone.world
         self.peak_lr = peak_lr(config.optim, config.model.hidden)
         self.announce_schedule()
         own = saved is not None and saved.path.parent == checkpoint_folder(config)  # else it is another run's
