@@ -66,7 +66,8 @@ def run(config: Config, overrides: list[str]) -> int:
             follower.joined = True
             everyone.require_same("what they are to do", task_text(config, saved, data, device))
             if leads:
-                directory.prepare(to_yaml(config), overrides, saved.state.step if saved else 0)
+                words = f"{ranks.world} by {ranks.source}: {layout_of(config.parallel, ranks.world).words}"
+                directory.prepare(to_yaml(config), overrides, saved.state.step if saved else 0, words)
                 console.open_log(directory.path / "log.txt")
             everyone.barrier()
             with rank_log(directory.path / "logs", ranks.rank):
@@ -236,7 +237,7 @@ class Trainer:
         stop = StopRequest(self.directory.stop_file if self.leads else None)
         with stop.listening(), self.recording_where_it_ends(), self.open_reports() as report, self.loader as loader:
             if begin:
-                report.event("resume", begin, f"going on after step {begin}")
+                report.event("resume", begin, f"going on after step {begin}", layout=self.layout.words)
             self.clock.finish()
             for batch in loader.steps(self.progress.samples, self.last_sample):
                 self.clock.add("data", loader.take_wait())

@@ -48,7 +48,7 @@ class TrainConfig:
     eval_samples: int = 128
     """Held-out sequences a validation reads (all, if there are fewer)."""
     sample_prompt: str | None = None
-    """Text that the finished model continues for a few lines; null: no sample."""
+    """Text that the finished model continues for a few lines, where one process has all of it; null: no sample."""
     max_skips: int = 10
     """Non-finite steps in a row after which the run stops with exit code 4."""
     compile: bool = False

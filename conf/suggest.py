@@ -9,6 +9,17 @@ from difflib import get_close_matches
 from conf.problem import Problem
 from conf.tree import Leaf
 
+_LATER = ("is not in this version", "leave it out")
+# What other programs have under these names, and a look-alike here would be wrong advice.
+_ABSENT = {
+    "parallel.dp": (
+        "what tp and pp leave of the processes is data parallelism, dp = processes / (tp * pp)",
+        "start as many processes as it takes",
+    ),
+    "parallel.cp": (f"context parallelism {_LATER[0]}", _LATER[1]),
+    "parallel.ep": (f"expert parallelism {_LATER[0]}", _LATER[1]),
+    "model.experts": (f"mixture of experts {_LATER[0]}", _LATER[1]),
+}
 _ELSEWHERE = {
     "activation_checkpointing": "train.recompute",
     "adam_beta1": "optim.beta1",
@@ -96,6 +107,9 @@ def looks_secret(name: str) -> bool:
 
 def unknown_key(key: str, value: str | None, known: Mapping[str, Leaf]) -> Problem:
     """The problem of a key that the schema does not have."""
+    if key in _ABSENT:
+        rule, fix = _ABSENT[key]
+        return Problem(key, value, f"unknown key `{key}`: {rule}", fix)
     likely = likely_keys(key, known)
     value = "(not shown)" if value is not None and looks_secret(key) else value
     rule = f"unknown key `{key}`"

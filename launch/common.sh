@@ -57,7 +57,7 @@ is_final() { # codes after which the same command would only end in the same way
 
 meaning() {
   case $1 in
-    0) echo 'done' ;;
+    0) echo 'done, or paused at train.stop_at' ;;
     2) echo 'the configuration is refused' ;;
     3) echo 'data or a checkpoint is refused' ;;
     4) echo 'training diverged' ;;

@@ -26,8 +26,10 @@ from errors import ConfigRefused, Refused
 from launch.shrink import shrink
 from launch.tolerance import TOLERANCES, Tolerance
 from launch.trial import Tensors, Trial, run_trial, write_trial_corpus
+from model.parts import layers_of_stages
 from parallel.config import ParallelConfig
 from parallel.layout import layout_of
+from parallel.schedules import schedule_name
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,22 @@ def table(comparison: Comparison) -> Iterator[str]:
     )
 
 
+def _covered(config: Config, ranks: int) -> Iterator[str]:
+    """What of the configuration takes part in the proof, in words."""
+    train, model, parallel = config.train, config.model, config.parallel
+    dp = layout_of(parallel, ranks).dp
+    yield f"{train.global_batch // (train.micro_batch * dp)} micro-batches of {train.micro_batch} sequences on a rank"
+    if parallel.pp > 1:
+        yield f"{schedule_name(parallel)} with layers {', '.join(map(str, layers_of_stages(model, parallel)))}"
+    yield f"recompute {train.recompute}"
+    flags = {
+        "tied embeddings": model.tied_embeddings, "biases": model.bias, "QK norms": model.qk_norm,
+        "sliding window": model.window is not None, "document mask": config.data.document_mask,
+        "z-loss": model.z_loss > 0, "compiled blocks": train.compile,
+    }  # fmt: skip
+    yield from (name for name, present in flags.items() if present)
+
+
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m launch.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -194,6 +212,7 @@ def _main(options: argparse.Namespace) -> int:
         f"{small.model.layers} layers of hidden {small.model.hidden}, sequences of {small.train.seq_len} tokens, "
         f"{small.train.global_batch} a step"
     )
+    print(f"covered: {', '.join(_covered(small, options.ranks))}")
     comparison = verify(small, options.ranks, options.steps)
     for line in table(comparison):
         print(line)

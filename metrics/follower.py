@@ -41,7 +41,7 @@ class Follower:
         shared = isinstance(error, _SHARED)
         if not shared if self.joined else self.first_on_host:
             print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
-        if self.joined and not shared:
+        if self.joined and (not shared or isinstance(error, PeerLost)):  # the lost one may be the leader
             self.directory.record_end(error)
         else:
             self._wait_for_the_leader()

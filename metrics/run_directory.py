@@ -48,13 +48,16 @@ class RunDirectory:
         """Put there by anyone to ask for a save and an end."""
         return self.path / "stop"
 
-    def prepare(self, config_yaml: str, overrides: list[str], step: int) -> None:
-        """Make the folder, write what the run is started with, and count the attempt; `step` is where it goes on."""
+    def prepare(self, config_yaml: str, overrides: list[str], step: int, processes: str = "1") -> None:
+        """Make the folder, write what the run is started with, and count the attempt.
+
+        step: where it goes on; processes: how many, and how they share the work.
+        """
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
             write_whole(self.path / "config.yaml", config_yaml)
             write_whole(self.path / "overrides.txt", "".join(f"{line}\n" for line in overrides))
-            write_whole(self.path / "environment.txt", describe_environment())
+            write_whole(self.path / "environment.txt", f"processes: {processes}\n" + describe_environment())
             self.write_status("running", None, step, self.status().get("attempt", 0) + 1)
         except OSError as error:
             raise ConfigRefused(f"run.dir: cannot write the run's folder {self.path} ({error}); set run.dir") from error
