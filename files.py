@@ -18,7 +18,11 @@ def sync(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Replace a text file in one step; a reader sees the old content or the new, never a part."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    beside.write_text(text, encoding="utf-8")
-    sync(beside)
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        sync(beside)
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     sync(path.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 
 from checkpoint import store
 from checkpoint.store import RunState
-from conf.resolve import run_directory, run_name, to_dict, to_yaml, total_steps
+from conf.resolve import differing, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
 from data.indexed import IndexedCorpus
@@ -64,7 +65,7 @@ def run(config: Config, overrides: list[str]) -> int:
         device = local_device(config.train.device, ranks.local_rank)
         with joined(ranks, device, config.parallel.timeout) as everyone:
             follower.joined = True
-            everyone.require_same("what they are to do", task_text(config, saved, data, device))
+            require_one_task(everyone, config, task_text(config, saved, data, device))
             if leads:
                 words = f"{ranks.world} by {ranks.source}: {layout_of(config.parallel, ranks.world).words}"
                 directory.prepare(to_yaml(config), overrides, saved.state.step if saved else 0, words)
@@ -83,6 +84,15 @@ def task_text(config: Config, saved: Saved | None, data: ReadyData, device: torc
         f"run {run_name(config)} {begin} to {last_step(config)}, settings {settings}, data {data.fingerprint[:12]}, "
         f"{device.type}, torch {torch.__version__}"
     )
+
+
+def require_one_task(everyone: Everyone, config: Config, text: str) -> None:
+    """Refuse processes that are to do different things, naming the settings that differ."""
+    if len(set(everyone.gather(text))) > 1:
+        settings = [json.loads(each) for each in everyone.gather(json.dumps(to_dict(config)))]
+        keys = sorted({key for each in settings for key in differing(settings[0], each)})
+        what = f"the settings {', '.join(keys)}" if keys else "what they are to do"
+        everyone.require_same(what, text)
 
 
 @dataclass
@@ -252,7 +262,7 @@ class Trainer:
                 if len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
                     self.read_skips(report)
                 if self.due(config.checkpoint.every):
-                    self.save(report)
+                    self.save_if_sound(report)
             return self.finish(report)
 
     def stop_here(self, report: Reporter, asked: str | None) -> None:
@@ -348,6 +358,16 @@ class Trainer:
         text = f"validation at step {step}: loss {self.val_loss:.4f} nats/token"
         report.event("validation", step, text, val_loss=self.val_loss, sources={name: self.val_loss})
 
+    def save_if_sound(self, report: Reporter) -> None:
+        """Save, unless the latest steps were skipped: the weights may be past saving, and a good checkpoint is not to
+        make room for them. The last step is saved all the same."""
+        progress = self.progress
+        if progress.skipped_in_a_row and progress.step != self.last:
+            text = f"no checkpoint at step {progress.step}: the gradients of the latest steps are not finite"
+            report.event("warning", progress.step, text)
+        else:
+            self.save(report)
+
     def save(self, report: Reporter) -> None:
         """Write a checkpoint; every process writes what it holds."""
         progress, config = self.progress, self.config
@@ -359,7 +379,8 @@ class Trainer:
                 layout=self.layout.words, wandb_id=self.wandb_id,
             )  # fmt: skip
             path = store.save(
-                checkpoint_folder(config), self.engine.pieces(), state, keep=config.checkpoint.keep,
+                checkpoint_folder(config), self.engine.pieces(), state,
+                keep=0 if progress.skipped_in_a_row else config.checkpoint.keep,
                 tokenizer=self.data.tokenizer, everyone=self.everyone,
             )  # fmt: skip
         report.event("checkpoint", progress.step, f"saved {path}", path=str(path))

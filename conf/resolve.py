@@ -134,6 +134,12 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose values differ between two saved configurations."""
+    a, b = _flat(one), _flat(other)
+    return [key for key in dict.fromkeys([*a, *b]) if a.get(key, _ABSENT) != b.get(key, _ABSENT)]
+
+
 def changes(old: Mapping[str, Any], new: Config) -> tuple[list[Change], list[Change]]:
     """What differs from a saved config.yaml's mapping: what may, and what may not.
 

@@ -12,7 +12,8 @@ from metrics.run_directory import RunDirectory
 
 # What ends all processes with the same words once they have joined: the one that leads says them.
 _SHARED = (ConfigRefused, CheckpointRefused, Diverged, PeerLost, StopRequested)
-_LEADER_SECONDS = 20.0
+_LEADER_SECONDS = 10.0
+_MOMENT = 0.5  # seconds in which a leader that lost a process as well says so
 
 
 class Follower:
@@ -20,7 +21,8 @@ class Follower:
 
     Before the processes have joined, the first one of each host tells what it meets, as hosts may differ. Then,
     what ends one alone is told and recorded by it, as the others only wait for it; what ends all is said and
-    recorded by the one that leads. That is waited for, as launchers end all processes when the first one ends.
+    recorded by the one that leads. That is waited for, as launchers end all processes when the first one ends; a
+    leader that says nothing in time is spoken for.
     """
 
     def __init__(self, directory: RunDirectory, rank: int, first_on_host: bool) -> None:
@@ -38,19 +40,26 @@ class Follower:
         """Tell, record or wait; the exception goes on."""
         if not isinstance(error, Exception):
             return
-        shared = isinstance(error, _SHARED)
-        if not shared if self.joined else self.first_on_host:
-            print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
-        if self.joined and (not shared or isinstance(error, PeerLost)):  # the lost one may be the leader
+        alone = self.joined and not isinstance(error, _SHARED)
+        lost = self.joined and isinstance(error, PeerLost)  # perhaps the leader itself
+        if (
+            alone
+            or (self.first_on_host and not self.joined)
+            or not self._leader_has_spoken(_MOMENT if lost else _LEADER_SECONDS)
+        ):
+            self._tell(error)
+        if alone or lost:
             self.directory.record_end(error)
-        else:
-            self._wait_for_the_leader()
 
-    def _wait_for_the_leader(self) -> None:
-        """Until status.json says how the start ended, or for as long as the leader may need to say so."""
-        end = time.monotonic() + _LEADER_SECONDS
+    def _tell(self, error: Exception) -> None:
+        print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
+
+    def _leader_has_spoken(self, seconds: float) -> bool:
+        """Whether, within this time, status.json says how the start ended."""
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             now = self.directory.stamped_status()
             if now != self.before and now.get("state") != "running":
-                return
+                return True
             time.sleep(0.05)
+        return False

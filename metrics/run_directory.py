@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ class _Held(ConfigRefused):
     """Another process has the folder: its status is not ours to write."""
 
 
-_MOMENT = 2.0  # seconds
 _STATES = {130: "interrupted", 2: "refused", 3: "refused", 4: "diverged", 75: "stopped"}
 _REPORTED = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors", "sentencepiece", "wandb", "transformer-engine")
 
@@ -127,22 +125,14 @@ class RunDirectory:
     def record_end(self, error: BaseException) -> None:
         """Write how the start ended; on a full disk the error itself matters more.
 
-        A process that lost another one lets that one speak first: it knows why.
+        At once, as launchers end the other processes soon. What a lost process said of itself stands.
         """
-        if isinstance(error, PeerLost) and self._ended_by_another():
-            return
         code = error.exit_code if isinstance(error, Refused) else 130 if isinstance(error, KeyboardInterrupt) else 1
         with suppress(OSError):
             status = self.status()
-            if self.path.is_dir():
+            told = isinstance(error, PeerLost) and status.get("state", "running") != "running"
+            if self.path.is_dir() and not told:
                 self.write_status(_STATES.get(code, "failed"), code, status.get("step", 0), status.get("attempt", 0))
-
-    def _ended_by_another(self) -> bool:
-        """Whether, within a moment, another process writes how it ended."""
-        end = time.monotonic() + _MOMENT
-        while self.status().get("state") == "running" and time.monotonic() < end:
-            time.sleep(0.05)
-        return self.status().get("state") != "running"
 
     @contextmanager
     def _held(self) -> Iterator[None]:

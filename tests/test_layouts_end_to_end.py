@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -154,3 +155,59 @@ def test_torchrun_passes_a_refusal_on(wide):
     done = torchrun(4, *wide, "parallel.tp=3")
     assert (done.returncode, time.perf_counter() - began < 15) == (2, True)
     assert done.stderr.count("The configuration is refused") == 1 and "Traceback" not in done.stderr
+
+
+def by_hand(port, settings, *overrides):
+    """Ranks started one by one with the launcher's variables, each with settings of its own."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "train.py", *overrides, *own], cwd=ROOT, text=True, stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | QUIET | {
+                "RANK": str(rank), "WORLD_SIZE": str(len(settings)), "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            },
+        )
+        for rank, own in enumerate(settings)
+    ]  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def until_a_step(process):
+    for said in process.stdout:
+        if said.lstrip().startswith("step "):
+            return
+
+
+def test_processes_with_other_settings_are_refused_by_name(wide):
+    ranks = by_hand(free_port(), [[], ["train.eval_samples=9"]], *wide)
+    said = [rank.communicate(timeout=100) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert "differ in the settings train.eval_samples" in said[0][1] and said[1][1] == ""
+
+
+def test_a_process_that_is_killed_ends_all_and_the_run_says_so(wide):
+    ranks = by_hand(free_port(), [["train.steps=100000"]] * 2, *wide, "checkpoint.every=0")
+    until_a_step(ranks[0])
+    began = time.perf_counter()
+    ranks[1].kill()
+    _, error = ranks[0].communicate(timeout=60)
+    assert time.perf_counter() - began < 30 and ranks[0].returncode == 1
+    assert "rank 0 lost another process" in error and "Traceback" not in error
+    status = json.loads((run_of(wide) / "status.json").read_text())
+    assert (status["state"], status["code"]) == ("failed", 1) and status["step"] > 0
+
+
+def test_a_leader_that_is_killed_is_spoken_for(wide):
+    ranks = by_hand(free_port(), [["train.steps=100000"]] * 2, *wide, "checkpoint.every=0", "parallel.pp=2")
+    until_a_step(ranks[0])
+    ranks[0].kill()
+    _, error = ranks[1].communicate(timeout=60)
+    assert ranks[1].returncode == 1 and "rank 1 lost another process" in error
+    status = json.loads((run_of(wide) / "status.json").read_text())
+    assert (status["state"], status["code"]) == ("failed", 1)

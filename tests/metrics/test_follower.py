@@ -42,8 +42,7 @@ def test_the_leader_who_lost_it_lets_its_word_stand(directory):
     assert status(directory) == ("refused", 3)
 
 
-def test_a_leader_that_nobody_told_records_the_loss(directory, monkeypatch):
-    monkeypatch.setattr("metrics.run_directory._MOMENT", 0.1)
+def test_a_leader_that_nobody_told_records_the_loss(directory):
     with pytest.raises(PeerLost), directory.attempt(Console(silent=True)):
         raise PeerLost("rank 0 lost another process")
     assert status(directory) == ("failed", 1)
@@ -62,9 +61,15 @@ def test_what_ends_all_is_left_to_the_leader_and_waited_for(directory, capsys, m
 
 
 def test_before_the_processes_join_the_first_of_a_host_tells_what_its_host_lacks(directory, capsys, monkeypatch):
-    monkeypatch.setattr("metrics.follower._LEADER_SECONDS", 0.1)
     ended(directory, DataRefused("no corpus here"), joined=False, first_on_host=True)
     assert capsys.readouterr().err == "rank 2: no corpus here\n"
-    ended(directory, DataRefused("no corpus here"), joined=False)
-    assert capsys.readouterr().err == ""
     assert status(directory) == ("running", None)
+
+
+def test_a_leader_that_says_nothing_is_spoken_for(directory, capsys, monkeypatch):
+    monkeypatch.setattr("metrics.follower._LEADER_SECONDS", 0.1)
+    ended(directory, ConfigRefused("no GPU of its own"), joined=False)
+    assert capsys.readouterr().err == "rank 2: no GPU of its own\n"
+    ended(directory, PeerLost("rank 2 lost another process"), joined=True)
+    assert capsys.readouterr().err == "rank 2: rank 2 lost another process\n"
+    assert status(directory) == ("failed", 1)
