@@ -64,11 +64,17 @@ class Feed:
     sums: list[LossSums] = field(default_factory=list)
     """Of each micro-batch, from the last stage."""
 
+    def keep(self, sums: LossSums) -> None:
+        """Take what the last stage gave, without its graph."""
+        self.sums.append(LossSums(*(each.detach() for each in sums)))
+
 
 class FedStage(nn.Module):
     """A part of the decoder as a pipeline calls it: activations and the micro-batch's number."""
 
-    def __init__(self, decoder: Decoder, forward: Callable[[Decoder, Tensor | None, MicroBatch], object], feed: Feed):
+    def __init__(
+        self, decoder: Decoder, forward: Callable[[Decoder, Tensor | None, MicroBatch], LossSums | Tensor], feed: Feed
+    ) -> None:
         super().__init__()
         self.decoder, self.run, self.feed = decoder, forward, feed
 
@@ -76,11 +82,10 @@ class FedStage(nn.Module):
         """x: activations [T/tp, hidden], or anything for the first stage; mb [1]."""
         batch = self.feed.micro_batches[int(mb)]
         out = self.run(self.decoder, None if self.decoder.part.first else x, batch)
-        if isinstance(out, LossSums):
-            self.feed.sums.append(LossSums(*(each.detach() for each in out)))
-            return out.objective
-        assert isinstance(out, Tensor)
-        return out
+        if not isinstance(out, LossSums):
+            return out
+        self.feed.keep(out)
+        return out.objective
 
 
 class Engine:
@@ -174,16 +179,23 @@ class Engine:
     def _begin(self, micro_batches: Sequence[MicroBatch], scale: float) -> None:
         self.feed.micro_batches, self.feed.scale, self.feed.sums = micro_batches, scale, []
 
+    def _loss(self, batch: MicroBatch) -> LossSums:
+        """The whole model, which is one part here, on one micro-batch."""
+        sums = self._forward(self.decoder, None, batch)
+        if not isinstance(sums, LossSums):
+            raise ValueError(
+                f"{self.decoder.part} ends before the head: a loss comes from a whole model; let the pipeline run parts"
+            )
+        self.feed.keep(sums)
+        return sums
+
     def _one(self, batch: MicroBatch, last: bool) -> None:
         """Forward and backward of one micro-batch through the whole model."""
-        part = self.parts[0]
-        part.zero.before_backward(last)
+        self.parts[0].zero.before_backward(last)
         with self.clock.part("forward"):
-            sums = self._forward(part.decoder, None, batch)
-        assert isinstance(sums, LossSums)
+            sums = self._loss(batch)
         with self.clock.part("backward"):
             sums.objective.backward()
-        self.feed.sums.append(LossSums(*(each.detach() for each in sums)))
 
     def _sums(self) -> StepSums:
         """What the last stage saw; of the ranks that saw the same tokens (tp), the first one counts."""
@@ -213,9 +225,7 @@ class Engine:
                 self.pipeline.evaluate()
             else:
                 for batch in group:
-                    sums = self._forward(self.decoder, None, batch)
-                    assert isinstance(sums, LossSums)
-                    self.feed.sums.append(sums)
+                    self._loss(batch)
             total = StepSums(*(a + b for a, b in zip(total, self._sums(), strict=True)))
         return self.everywhere(total)[0]
 

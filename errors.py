@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 
 class Refused(Exception):
     """A refusal in words: the message gives the value, the rule and the fix; no traceback is shown."""
@@ -41,3 +44,12 @@ class StopRequested(Refused):
     """Training stopped on request, after saving; the same command goes on from there."""
 
     exit_code = 75
+
+
+def exit_code_of(command: Callable[[], int | None]) -> int:
+    """Run a command: its own exit code (0 for None), or a refusal's, whose words go to stderr without a traceback."""
+    try:
+        return command() or 0
+    except Refused as refusal:
+        print(refusal, file=sys.stderr)
+        return refusal.exit_code

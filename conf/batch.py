@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from conf.schema import Config
 from parallel.schedules import schedule_name
@@ -40,4 +41,4 @@ def chosen_micro_batch(config: Config, world: int) -> int:
     ]  # fmt: skip
     fed = (s for s in even if own // s >= _FED * parallel.pp and s * train.seq_len >= _FULL)
     enough = (s for s in even if own // s >= least)
-    return next(fed, None) or next(enough, 1) if parallel.pp > 1 else next(enough, 1)
+    return next(chain(fed if parallel.pp > 1 else (), enough), 1)

@@ -97,6 +97,7 @@ def _shares(*keys: str, mend: Callable[[int, int], Iterable[int]] | None = None)
     """The rule that tensor parallelism cuts these counts evenly; `mend` gives other values of a single one."""
 
     def rule(cut: Cut) -> Fault | None:
+        """Whether tp divides each of the keys."""
         uneven = [key for key in keys if cut.value(key) % cut.tp]
         if not uneven:
             return None
@@ -209,6 +210,7 @@ def _micro_batches(cut: Cut) -> Fault | None:
     rule += f"; train.global_batch / {divisor} = {cut.micro_batches}"
 
     def cures() -> list[Stream]:
+        """Other micro-batches and batches near these, and other layouts."""
         now, rounds = cut.micro_batches, cut.micro_batches // cut.pp
         counts = {cut.pp, 2 * cut.pp, rounds * cut.pp, (rounds + 1) * cut.pp, *range(now - 64, now + 65)}
         wholes = [count * a_count for count in counts if count > 0]

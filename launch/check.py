@@ -12,24 +12,23 @@ from conf.compose import compose
 from conf.flags import CONFIG_DIR, HELP, Flag, Invocation, parse
 from conf.problem import Problem, refuse
 from conf.resolve import run_directory
-from errors import Refused
+from errors import exit_code_of
 
 _FLAGS = (HELP, Flag(("--ranks",), "N", "processes of the run, over all hosts (1)"), CONFIG_DIR)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line to exit code; the folder is all that goes to stdout."""
-    try:
-        invocation = parse(sys.argv[1:] if argv is None else argv, _FLAGS)
-        if invocation.help:
-            print(_help())
-            return 0
-        config = compose(invocation.overrides, invocation.config_dir, world=_ranks(invocation))
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.exit_code
+    return exit_code_of(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: Sequence[str]) -> None:
+    invocation = parse(argv, _FLAGS)
+    if invocation.help:
+        print(_help())
+        return
+    config = compose(invocation.overrides, invocation.config_dir, world=_ranks(invocation))
     print(run_directory(config).absolute())
-    return 0
 
 
 def _ranks(invocation: Invocation) -> int:

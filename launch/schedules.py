@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from errors import ConfigRefused, Refused
+from errors import ConfigRefused, exit_code_of
 from parallel.action_lists import action_lists, stage_ranks
 from parallel.schedules import SCHEDULES
 from parallel.simulator import Simulation, Times, chart, simulate
@@ -101,13 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; a refusal is a message and its exit code."""
     options = _options(argv)
     print(table(options) + "\n" + _NOTES)
-    try:
-        if options.chart:
-            print("\n" + _drawn(options))
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.exit_code
-    return 0
+    return exit_code_of(lambda: print("\n" + _drawn(options)) if options.chart else None)
 
 
 if __name__ == "__main__":

@@ -91,19 +91,17 @@ class Trial:
 def write_trial_corpus(prefix: Path, vocab_size: int, tokens: int, seed: int = 0) -> Path:
     """Documents of uneven lengths, each token near the one before it, at least `tokens` in all."""
     rng = np.random.default_rng(seed)
-    written = documents = 0
+    written = 0
     with CorpusWriter(prefix, "int32") as writer:
         while written < tokens:
             steps = rng.integers(0, 3, int(rng.integers(5, 120)))
             writer.add_document((rng.integers(vocab_size) + steps.cumsum()) % vocab_size)
-            written, documents = written + len(steps), documents + 1
+            written += len(steps)
         writer.finish(tokenizer="0" * 64, vocab_size=vocab_size, bytes_of_text=4 * written)
     return prefix
 
 
-def run_trial(
-    config: Config, corpus: Path, world: int, steps: int, compared: int | None, timeout: float = 300
-) -> Trial:
+def run_trial(config: Config, corpus: Path, world: int, steps: int, compared: int | None) -> Trial:
     """`steps` steps of a configuration on `world` ranks of this machine.
 
     Args:

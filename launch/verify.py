@@ -22,7 +22,7 @@ import numpy as np
 
 from conf.compose import compose
 from conf.schema import Config
-from errors import ConfigRefused, Refused
+from errors import ConfigRefused, exit_code_of
 from launch.shrink import shrink
 from launch.tolerance import TOLERANCES, Tolerance
 from launch.trial import Tensors, Trial, run_trial, write_trial_corpus
@@ -195,11 +195,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both trials; 0 where they agree, 1 where not, 2 for a configuration that cannot be."""
     options = _options(argv)
-    try:
-        return _main(options)
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.exit_code
+    return exit_code_of(lambda: _main(options))
 
 
 def _main(options: argparse.Namespace) -> int:

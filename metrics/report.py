@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from errors import DataRefused, Refused
+from errors import DataRefused, exit_code_of
 from metrics.clock import PARTS
 
 Record = dict[str, Any]
@@ -82,13 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="image to write (default: RUN/report.png)")
     options = parser.parse_args(argv)
     output = options.output or options.run / "report.png"
-    try:
+
+    def run() -> None:
         draw(read_records(options.run), options.run.name, output)
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.exit_code
-    print(output)
-    return 0
+        print(output)
+
+    return exit_code_of(run)
 
 
 if __name__ == "__main__":

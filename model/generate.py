@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoint.store import TOKENIZER, locate, model_tensors, read_state
 from data.tokenizer import Tokenizer
-from errors import DataRefused, Refused
+from errors import DataRefused, exit_code_of
 from model.config import ModelConfig, RopeScaling
 from model.transformer import Decoder
 
@@ -108,12 +108,8 @@ def _run(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a refusal is a message and its exit code."""
-    try:
-        _run(_options(argv))
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.exit_code
-    return 0
+    options = _options(argv)
+    return exit_code_of(lambda: _run(options))
 
 
 if __name__ == "__main__":

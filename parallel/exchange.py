@@ -37,16 +37,19 @@ def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def reduce_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """The sum of everyone's addends x [n k, ...] for this rank's part, out [k, ...], in the order of ranks."""
+    """The sum of everyone's addends x [n k, ...] for this rank's part, out [k, ...], in the order of ranks.
+
+    Made in fp32 at least and rounded once, where a backend would round a bf16 sum at every addend.
+    """
     rank, size = dist.get_rank(group), group.size()
     parts = list(x.view(size, -1))
     received = list(torch.empty(size, parts[0].numel(), dtype=x.dtype))
     received[rank] = parts[rank]
     _swap(parts, received, group)
-    flat = out.view(-1)
-    torch.add(received[0], received[1], out=flat)
-    for part in received[2:]:
-        flat += part
+    total = received[0].to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    for part in received[1:]:
+        total += part
+    out.view(-1).copy_(total)
 
 
 class _Plain:

@@ -113,15 +113,15 @@ def joined(ranks: Ranks, device: torch.device, timeout: int) -> Iterator[Everyon
         torch.cuda.set_device(device)
         for key, value in _FLIGHT_RECORDER.items():
             os.environ.setdefault(key, value)
-    clean = True
+    clean = False
     try:
         dist.init_process_group(
             backend, init_method=ranks.rendezvous, rank=ranks.rank, world_size=ranks.world,
             timeout=datetime.timedelta(seconds=timeout),
         )  # fmt: skip
         yield Everyone(ranks.rank, ranks.world)
+        clean = True
     except RuntimeError as error:
-        clean = False
         if not is_loss(error):
             raise
         first = str(error).splitlines()[0][:200]
@@ -129,9 +129,6 @@ def joined(ranks: Ranks, device: torch.device, timeout: int) -> Iterator[Everyon
             f"rank {ranks.rank} lost another process, or met none within parallel.timeout={timeout} s ({first}); "
             "the first message above, or the newest of the run's logs/rank_*.txt, says why"
         ) from error
-    except BaseException:
-        clean = False
-        raise
     finally:
         # NCCL's end is itself a collective: after a failure it would wait for processes that wait for this one.
         if dist.is_initialized() and (clean or backend == "gloo"):

@@ -25,6 +25,17 @@ def both_ways(ranks, dtype):
         in_place = torch.zeros_like(x)
         in_place[6 * ranks.rank : 6 * (ranks.rank + 1)] = x[:6]
         gather_into(in_place, in_place[6 * ranks.rank : 6 * (ranks.rank + 1)], group)
+        exact = (
+            torch.stack(
+                [
+                    torch.randn(6 * ranks.world, 5, generator=torch.Generator().manual_seed(r)).to(dtype)
+                    for r in range(ranks.world)
+                ]
+            )[:, 6 * ranks.rank : 6 * (ranks.rank + 1)]
+            .double()
+            .sum(0)
+        )
+        assert dtype != torch.bfloat16 or torch.equal(direct, exact.to(dtype)), "rounded more than once"
         return (direct - own).abs().max().item(), torch.equal(gathered, plain), torch.equal(in_place, plain)
 
 
