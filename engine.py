@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint.pieces import Piece
+from checkpoint.pieces import Piece, whole
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
 from metrics.clock import StepClock
+from model.balance import Balance
 from model.build import BuildOptions, Built, build_part
 from model.config import ModelConfig
 from model.flops import squared_lengths
 from model.parts import parts_of
 from model.transformer import Decoder, LossSums
 from optim.updater import StepOutcome, Updater
+from parallel.context import local_share, unmasked_pairs
 from parallel.device import Machine
 from parallel.gradients import finish_gradients
 from parallel.mesh import Mesh
@@ -97,20 +99,22 @@ class Engine:
         parts = parts_of(shape, parallel, mesh.layout.coordinates(mesh.rank)["pp"])
         options = BuildOptions(
             config.run.seed, machine.device, machine.compute_dtype, machine.master_dtype, parallel.zero,
-            config.train.recompute, config.train.recompute_n, config.train.compile,
+            config.train.recompute, config.train.recompute_n, config.train.compile, parallel.cp_exchange,
             later=parallel.pp > 1 and SCHEDULES[schedule_name(parallel)].splits,
         )  # fmt: skip
         self.parts: list[Built] = [build_part(shape, part, mesh, options) for _, part in parts]
         self.shards = [each for built in self.parts for each in built.shards]
         self.twin = "embedding.weight" if shape.tied_embeddings and parallel.pp > 1 else None
         self.updater = Updater(self.shards, config.optim, machine.compute_dtype, everywhere=mesh.layout.world > 1)
+        routers = {number: router for built in self.parts for number, router in built.decoder.routers.items()}
+        self.balance = Balance(shape, routers, mesh.layout.world, mesh.layout.world // mesh.layout.pp)
         self.feed = Feed()
         self.pipeline = self._pipeline([number for number, _ in parts]) if parallel.pp > 1 else None
 
     def _pipeline(self, numbers: Sequence[int]) -> Pipeline:
         """The stages of this rank under the configured schedule."""
         train, parallel, machine = self.config.train, self.config.parallel, self.machine
-        tokens = train.micro_batch * train.seq_len // self.mesh.layout.tp
+        tokens = train.micro_batch * train.seq_len // (self.mesh.layout.tp * self.mesh.layout.cp)
         loss_dtype = torch.promote_types(machine.compute_dtype, torch.float32)
         wire = Wire(tokens, self.shape.hidden, machine.compute_dtype, loss_dtype, machine.device)
         stages = [
@@ -134,13 +138,15 @@ class Engine:
 
     def _forward(self, decoder: Decoder, x: Tensor | None, batch: MicroBatch) -> LossSums | Tensor:
         """One part on one micro-batch; x: activations of the part before, None: the tokens."""
-        device = self.machine.device
+        train, cp = self.config.train, self.mesh.axis("cp")
+        own = [local_share(t, train.seq_len, cp) for t in (batch.tokens, batch.labels, batch.positions)]
         tokens, labels, positions, borders = (
-            t.to(device, non_blocking=True) for t in (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)
+            t.to(self.machine.device, non_blocking=True) for t in (*own, batch.cu_seqlens)
         )
         result: LossSums | Tensor = decoder(
-            tokens if x is None else x, labels, positions, borders, self.config.train.seq_len,
+            tokens if x is None else x, labels, positions, borders, train.seq_len,
             documents=self.config.data.document_mask, scale=self.feed.scale,
+            share=1.0 / (train.global_batch * train.seq_len),
         )  # fmt: skip
         return result
 
@@ -150,6 +156,17 @@ class Engine:
         valid, pairs, asked = everyone.add([batch.valid_tokens, pairs, int(stops)])
         same = self.mesh.layout.world // self.mesh.layout.dp  # processes that read the same samples
         return Agreed(valid // same, pairs // same, asked > 0)
+
+    def imbalance(self, micro_batches: Sequence[MicroBatch]) -> float | None:
+        """Attention of the busiest context-parallel rank over the mean, in query-key pairs that see each other, of
+        this rank's samples; None where sequences are whole."""
+        cp, seq_len = self.mesh.layout.cp, self.config.train.seq_len
+        if cp == 1:
+            return None
+        pairs = [unmasked_pairs(m.positions, seq_len, cp, self.shape.window) for m in micro_batches]
+        each = [sum(of_rank) for of_rank in zip(*pairs, strict=True)]
+        share: float = max(each) * cp / max(1, sum(each))
+        return share
 
     def step(
         self, micro_batches: Sequence[MicroBatch], valid_tokens: int, lr: float, inspect: Inspect | None = None
@@ -162,6 +179,7 @@ class Engine:
             inspect: called with the finished gradients.
         """
         self._begin(micro_batches, 1.0 / max(1, valid_tokens))
+        self.balance.clear()
         if self.pipeline is not None:
             with self.clock.rest("pipeline_idle"):
                 self.pipeline.train()
@@ -170,10 +188,12 @@ class Engine:
                 self._one(batch, last=number == len(micro_batches) - 1)
         with self.clock.part("grad_sync"):
             finish_gradients(self.shards, self.mesh, self.twin)
+            self.balance.gather()
         if inspect is not None:
             inspect(self.shards)
         with self.clock.part("optimizer"):
             outcome = self.updater.step(lr)
+            self.balance.update(outcome.skipped)
         return self._sums(), outcome
 
     def _begin(self, micro_batches: Sequence[MicroBatch], scale: float) -> None:
@@ -248,3 +268,11 @@ class Engine:
     def _pieces(self) -> Iterator[tuple[str, Piece]]:
         for name, tensor, shard in self.updater.tensors():
             yield name, Piece(tensor, shard.shape, shard.start, shard.writes)
+        for name, bias in self.balance.state():
+            yield name, replace(whole(bias), writes=self.first_of_stage)
+
+    @property
+    def first_of_stage(self) -> bool:
+        """Whether this rank is the first of those that hold the same layers."""
+        at = self.mesh.layout.coordinates(self.mesh.rank)
+        return not any(place for axis, place in at.items() if axis != "pp")

@@ -14,6 +14,7 @@ import torch
 
 from checkpoint import store
 from checkpoint.store import RunState
+from conf.moe_rules import layout_dependent
 from conf.resolve import differing, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
@@ -32,7 +33,8 @@ from metrics.run_directory import RunDirectory
 from metrics.sinks import Console, JsonLines, Wandb
 from metrics.stop_request import StopRequest
 from metrics.throughput import throughput
-from model.flops import recomputed_flops, step_flops
+from model.balance import losses, summary
+from model.flops import inactive_parameters, recomputed_flops, step_flops
 from model.generate import continue_text
 from model.parts import layers_of_stages
 from model.transformer import count_parameters
@@ -128,7 +130,9 @@ class Trainer:
         self.machine = self.set_up(ranks, saved)
         self.peak = self.machine.peak
         self.clock = StepClock(self.machine.device)
-        mesh = make_mesh(self.layout, everyone.rank, self.machine.device, config.parallel.timeout)
+        mesh = make_mesh(
+            self.layout, everyone.rank, self.machine.device, config.parallel.timeout, config.model.moe is not None
+        )
         self.engine = Engine(config, self.shape, mesh, self.machine, self.clock)
         self.loader, self.validation = self.open_data(mesh.dp_rank)
         held_out = sum(batch.valid_tokens for group in self.validation for batch in group)
@@ -173,6 +177,8 @@ class Trainer:
             f"a step is {train.global_batch // (train.micro_batch * self.layout.dp)} micro-batches of "
             f"{train.micro_batch} sequences" + (f" on each of {self.layout.dp} ranks" if self.layout.dp > 1 else "")
         )
+        for sentence in layout_dependent(self.config.model):
+            say(f"warning: {sentence}")
         if self.attempt > 1 and saved is None:
             say("no checkpoint was saved by the attempts before: beginning at the first step")
         if ranks.world > 1:
@@ -207,7 +213,9 @@ class Trainer:
         config, source, train = self.config, self.data.source, self.config.train
         corpus = IndexedCorpus(source.train)
         order = SampleOrder(corpus.tokens, train.seq_len, config.run.seed, source.name)
-        self.console.say(f"model: {config.model.name}, {count_parameters(self.shape):,} parameters")
+        count, unused = count_parameters(self.shape), inactive_parameters(self.shape)
+        used = f", of which a token uses {count - unused:,}" if unused else ""
+        self.console.say(f"model: {config.model.name}, {count:,} parameters{used}")
         self.console.say(
             f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {order.report}"
         )
@@ -256,7 +264,7 @@ class Trainer:
                     self.stop_here(report, stop.asked)
                 sums, lr = self.take_step(batch, agreed)
                 if self.due(config.metrics.every):
-                    self.report_step(report, agreed, sums, lr)
+                    self.report_step(report, agreed, sums, lr, self.engine.imbalance(batch.micro_batches))
                 if self.validation and self.due(config.train.eval_every):
                     self.evaluate(report)
                 if len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
@@ -308,7 +316,9 @@ class Trainer:
         self.unread.append((progress.step, self.outcome))
         return sums, lr
 
-    def report_step(self, report: Reporter, agreed: Agreed, sums: StepSums, lr: float) -> None:
+    def report_step(
+        self, report: Reporter, agreed: Agreed, sums: StepSums, lr: float, imbalance: float | None
+    ) -> None:  # fmt: skip
         """Read the device, record the step with the time of those since the last record, and look for skips."""
         config, progress, world = self.config, self.progress, self.everyone.world
         loss, z_square = (each / max(1, agreed.valid_tokens) for each in self.engine.everywhere(sums))
@@ -322,12 +332,17 @@ class Trainer:
             self.peak = max(self.peak, (needed + again) / working / world)
         speed = throughput(tokens, needed, again, working, self.peak * world)
         aux = {"z_loss": config.model.z_loss * z_square} if config.model.z_loss else {}
+        routed = self.engine.balance.records(tokens)
+        if config.model.moe is not None:
+            aux |= losses(routed, config.model.moe)
         report.step({
             "step": progress.step, "loss": loss, "aux": aux, "grad_norm": norm, "lr": lr,
             "tokens": progress.tokens, "samples": progress.samples, "tokens_per_s": speed.tokens_per_s,
             "mfu": speed.mfu, "hfu": speed.hfu, "step_time": seconds / steps,
             "time": {name: part / steps for name, part in parts.items()},
             "memory_gb": peak_memory_gb(self.machine.device), "skipped": progress.skipped,
+            **({"moe": summary(routed)} if routed else {}),
+            **({"cp_imbalance": imbalance} if imbalance is not None else {}),
         })  # fmt: skip
         self.recorded = progress.step
         self.read_skips(report)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
-from math import gcd, isqrt, log2
+from math import gcd
 from typing import Any
 
+from conf.batch import chosen_micro_batch
 from conf.problem import Problem, assign, show
 from conf.schema import Config
+from model.config import MoEConfig
 from parallel.schedules import SCHEDULES, ScheduleKind, schedule_name
 
 _TRIES = 500
 """Candidates of one stream that are tried at most."""
-_SMALLER = 6
-"""Smaller micro-batches that are tried with another layout."""
-_MOST_STAGES = 1024
-"""Pipeline ranks that are proposed at most."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,8 @@ class Cut:
     """Every single key is in its range."""
     world: int
     """Processes of the run."""
+    chosen: bool = False
+    """Whether the micro-batch is the one chosen for this cut, so that another cut gets another."""
 
     @property
     def tp(self) -> int:
@@ -52,9 +52,24 @@ class Cut:
         return self.config.parallel.pp
 
     @property
+    def cp(self) -> int:
+        """Ranks that share the tokens of each sequence."""
+        return self.config.parallel.cp
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share the experts."""
+        return self.config.parallel.ep
+
+    @property
+    def moe(self) -> MoEConfig | None:
+        """The experts, if there are any."""
+        return self.config.model.moe
+
+    @property
     def held(self) -> int:
-        """Processes that hold one model together."""
-        return self.tp * self.pp
+        """Processes that work on the same samples: together they hold one model."""
+        return self.tp * self.pp * self.cp
 
     @property
     def fits(self) -> bool:
@@ -65,12 +80,35 @@ class Cut:
     def shared(self) -> int:
         """What each tp that suits the model divides."""
         model = self.config.model
-        return gcd(model.heads, model.kv_heads, model.ffn, model.vocab_multiple)
+        return gcd(model.heads, model.kv_heads, model.vocab_multiple, *self.widths.values())
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Widths of MLPs that tensor parallelism cuts, by key; that of routed experts is not cut."""
+        moe, ffn = self.moe, {"model.ffn": self.config.model.ffn}
+        if moe is None or moe.first_dense >= self.config.model.layers:
+            return ffn
+        all_sparse = moe.first_dense == 0 and (moe.every == 1 or self.config.model.layers == 1)
+        shared = {"model.moe.shared_ffn": moe.shared_ffn} if moe.shared_ffn else {}
+        return shared if all_sparse else ffn | shared
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether sequences are cut evenly for context parallelism: each rank has an early and a late chunk."""
+        return self.cp == 1 or self.config.train.seq_len % (2 * self.cp) == 0
+
+    @property
+    def expert_room(self) -> int:
+        """Processes among which the experts may be shared: one stage's, or of that one replica's."""
+        parallel = self.config.parallel
+        replicas = parallel.replicate if parallel.zero and self.dp % parallel.replicate == 0 else 1
+        return self.dp // replicas * self.cp * self.tp
 
     @property
     def suits(self) -> bool:
         """Whether some number of processes can cut the model like this."""
-        return self.shared % self.tp == 0 and self.pp * self.stages <= self.config.model.layers
+        even = self.shared % self.tp == 0 and self.has_chunks
+        return even and self.pp * self.stages <= self.config.model.layers
 
     @property
     def dp(self) -> int:
@@ -100,17 +138,28 @@ class Cut:
         return self.config.train.global_batch // (self.config.train.micro_batch * self.dp)
 
     def value(self, key: str) -> Any:
-        """What a dotted key of a section is set to."""
-        section, name = key.split(".")
-        return getattr(getattr(self.config, section), name)
+        """What a dotted key is set to."""
+        node: Any = self.config
+        for name in key.split("."):
+            node = getattr(node, name)
+        return node
 
     def cured(self, cure: Cure) -> Cut:
         """The cut with other settings or processes."""
         config = self.config
         for key, value in cure.settings.items():
-            section, name = key.split(".")
-            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-        return Cut(config, cure.processes or self.world)
+            config = _with(config, key.split("."), value)
+        other = Cut(config, cure.processes or self.world, self.chosen and "train.micro_batch" not in cure.settings)
+        if other.chosen:
+            size = chosen_micro_batch(config, other.world)
+            return replace(other, config=_with(config, ["train", "micro_batch"], size))
+        return other
+
+
+def _with(node: Any, path: Sequence[str], value: Any) -> Any:
+    """A dataclass with another value at the end of a path."""
+    name, *below = path
+    return replace(node, **{name: _with(getattr(node, name), below, value) if below else value})
 
 
 @dataclass(frozen=True)
@@ -196,54 +245,3 @@ def _start(counts: Sequence[int], world: int) -> str:
     """How to start other numbers of processes; where there is one, its user may not know how."""
     text = f"start {' or '.join(map(str, counts))} process{'es' if counts != [1] else ''}"
     return f"{text}: torchrun --nproc-per-node {counts[0]} train.py ..." if world == 1 else text
-
-
-def near(key: str, value: int, candidates: Iterable[int]) -> list[Stream]:
-    """The nearest lower and the nearest higher value of a key."""
-    ordered = sorted(set(candidates))
-    lower = [Cure({key: each}) for each in reversed(ordered) if each < value]
-    return [Stream(lower), Stream([Cure({key: each}) for each in ordered if each > value])]
-
-
-def nearest_layouts(cut: Cut, most: int = 3) -> Stream:
-    """Pairs of tp and pp that suit the model and the processes, by the factors between them and the asked ones."""
-    stages = range(1, min(cut.config.model.layers, cut.world if cut.world > 1 else cut.pp, _MOST_STAGES) + 1)
-
-    def distance(pair: tuple[int, int]) -> tuple[float, int]:
-        return abs(log2(pair[0] / cut.tp)) + abs(log2(pair[1] / cut.pp)), -pair[0] * pair[1]
-
-    def possible(tp: int, pp: int) -> bool:
-        # One process stands for any number: it has not been started as it was meant.
-        suits = cut.world % (tp * pp) == 0 if cut.world > 1 else tp * pp <= cut.held
-        return suits and (tp, pp) != (cut.tp, cut.pp)
-
-    pairs = sorted(((tp, pp) for tp in divisors(cut.shared) for pp in stages if possible(tp, pp)), key=distance)
-    return Stream((_layout(cut, tp, pp) for tp, pp in pairs), most)
-
-
-def _layout(cut: Cut, tp: int, pp: int) -> Cure:
-    """A pair of tp and pp, with smaller micro-batches where it needs them."""
-    pair = Cure({"parallel.tp": tp, "parallel.pp": pp})
-    other, train = cut.cured(pair), cut.config.train
-    parts = divisors(train.global_batch // other.dp) if train.global_batch % other.dp == 0 else []
-    smaller = [part for part in reversed(parts) if part < train.micro_batch][:_SMALLER]
-    return Cure(pair.settings, instead=tuple(Cure({**pair.settings, "train.micro_batch": part}) for part in smaller))
-
-
-def starts(cut: Cut) -> list[Stream]:
-    """The nearest numbers of processes that make whole models, if the model can be cut so; from one, the least."""
-    if not cut.suits:
-        return []
-    whole = cut.world // cut.held
-    higher = Stream(_processes(cut, range(whole + 1, whole + 65)))
-    return [higher] if cut.world == 1 else [Stream(_processes(cut, range(min(whole, cut.world), 0, -1))), higher]
-
-
-def _processes(cut: Cut, models: Iterable[int]) -> Iterator[Cure]:
-    return (Cure(processes=count * cut.held) for count in models if count * cut.held != cut.world)
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending; of an absurdly large number, those with a factor below 20,000."""
-    small = [each for each in range(1, min(isqrt(number), 20_000) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})

@@ -28,7 +28,7 @@ _EXAMPLES = (
     ),
     (
         "torchrun --nproc-per-node 4 {script} parallel.tp=2 train.micro_batch=4",
-        "the same training over four processes; what tp and pp leave of them is data parallelism",
+        "the same training over four processes; what tp, pp and cp leave of them is data parallelism",
     ),
     ("{program} -m optim.lr=1.0e-3,3.0e-4 model.layers=4,8", "four runs, one after another"),
 )

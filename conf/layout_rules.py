@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import lcm
+from dataclasses import replace
+from math import lcm, prod
 
-from conf.cut import Cure, Cut, Fault, Rule, Stream, cut_problems, divisors, near, nearest_layouts, starts
+from conf.batch import with_micro_batch
+from conf.context_rules import CONTEXT_RULES
+from conf.cures import divisors, multiples, near, nearest_layouts, starts
+from conf.cut import Cure, Cut, Fault, Rule, Stream, cut_problems
+from conf.moe_rules import MOE_RULES
 from conf.problem import Problem
 from conf.schema import Config
 
 _BATCH = ("train.global_batch", "train.micro_batch")
-_PAIR = ("parallel.tp", "parallel.pp")
+_HELD = ("parallel.tp", "parallel.pp", "parallel.cp")
+_SPARSE = ("model.moe", "model.moe.first_dense", "model.moe.every", "model.layers")
 _STAGES = ("parallel.pp", "parallel.vpp", "parallel.schedule")
 _MOST_ROWS = 65_536
 """Largest model.vocab_multiple."""
@@ -20,18 +26,21 @@ _MOST_STAGES = 24
 
 def layout_problems(config: Config, world: int) -> list[Problem]:
     """Why `world` processes cannot train this configuration, each reason with the nearest that they can."""
-    return cut_problems(Cut(config, world), _RULES)
+    chosen = config.train.micro_batch == 0
+    return cut_problems(Cut(with_micro_batch(config, world), world, chosen), _RULES)
 
 
 def _processes(cut: Cut) -> Fault | None:
     if cut.fits:
         return None
-    key = "parallel.pp" if cut.world % cut.tp == 0 else "parallel.tp"
+    keys = _HELD if cut.cp > 1 else _HELD[:2]
+    sizes = [cut.value(key) for key in keys]
+    key = next(key for count, key in enumerate(keys, 1) if cut.world % prod(sizes[:count]))
     rule = (
-        f"parallel.tp * parallel.pp = {cut.tp} * {cut.pp} = {cut.held} processes hold a model together, so their "
+        f"{' * '.join(keys)} = {' * '.join(map(str, sizes))} = {cut.held} processes hold a model together, so their "
         f"number must be a multiple of {cut.held}, but it is {cut.world}"
     )
-    return Fault(key, rule, _PAIR, lambda: [*starts(cut), nearest_layouts(cut)])
+    return Fault(key, rule, _HELD, lambda: [*starts(cut), nearest_layouts(cut)])
 
 
 def _replicas(cut: Cut) -> Fault | None:
@@ -47,7 +56,7 @@ def _replicas(cut: Cut) -> Fault | None:
     fitting = (1, cut.dp) if alone else divisors(cut.dp)
     zero = Stream([Cure({"parallel.zero": 1})] if alone else [])
     return Fault(
-        "parallel.replicate", rule, (*_PAIR, "parallel.zero"),
+        "parallel.replicate", rule, (*_HELD, "parallel.zero"),
         lambda: [*near("parallel.replicate", groups, fitting), zero],
     )  # fmt: skip
 
@@ -78,7 +87,7 @@ def _batch(cut: Cut) -> Fault | None:
     def cures() -> list[Stream]:
         return [*_other_batches(cut), nearest_layouts(cut, 2), *starts(cut)]
 
-    return Fault(key, rule, (*_BATCH, *_PAIR), cures)
+    return Fault(key, rule, (*_BATCH, *_HELD), cures)
 
 
 def _other_batches(cut: Cut) -> list[Stream]:
@@ -87,9 +96,9 @@ def _other_batches(cut: Cut) -> list[Stream]:
     parts = near("train.micro_batch", part, divisors(whole // dp) if whole % dp == 0 else [])
     both = [
         {"train.global_batch": other, "train.micro_batch": max(d for d in divisors(other // dp) if d <= part)}
-        for other in _multiples(whole, dp)
+        for other in multiples(whole, dp)
     ]
-    wholes = near("train.global_batch", whole, _multiples(whole, part * dp) or [part * dp])
+    wholes = near("train.global_batch", whole, multiples(whole, part * dp) or [part * dp])
     return [*parts, Stream([Cure(pair) for pair in both] if whole % dp else [], 2), *wholes]
 
 
@@ -98,47 +107,38 @@ def _shares(*keys: str, mend: Callable[[int, int], Iterable[int]] | None = None)
 
     def rule(cut: Cut) -> Fault | None:
         """Whether tp divides each of the keys."""
-        uneven = [key for key in keys if cut.value(key) % cut.tp]
-        if not uneven:
-            return None
-        words = "must divide " + " and ".join(f"{key}={cut.value(key)}" for key in uneven)
-
-        def cures() -> list[Stream]:
-            count = cut.value(uneven[0])
-            return [nearest_layouts(cut), *(near(uneven[0], count, mend(count, cut.tp)) if mend else [])]
-
-        return Fault("parallel.tp", words, keys, cures)
+        return _uneven(cut, keys, mend)
 
     return rule
 
 
-def _multiples(count: int, of: int) -> list[int]:
-    """Multiples on both sides of a count, unless it is less than one."""
-    return [count // of * of, (count // of + 1) * of] if of <= count else []
+def _uneven(cut: Cut, keys: Iterable[str], mend: Callable[[int, int], Iterable[int]] | None) -> Fault | None:
+    uneven = [key for key in keys if cut.value(key) % cut.tp]
+    if not uneven:
+        return None
+    words = "must divide " + " and ".join(f"{key}={cut.value(key)}" for key in uneven)
+
+    def cures() -> list[Stream]:
+        count = cut.value(uneven[0])
+        return [nearest_layouts(cut), *(near(uneven[0], count, mend(count, cut.tp)) if mend else [])]
+
+    return Fault("parallel.tp", words, tuple(keys), cures)
+
+
+def _widths(*keys: str) -> Rule:
+    """The same rule of a width inside MLPs, where the model has such MLPs."""
+
+    def rule(cut: Cut) -> Fault | None:
+        """Whether tp divides the width, if there is one."""
+        fault = _uneven(cut, [key for key in keys if key in cut.widths], multiples)
+        return fault and replace(fault, also=(*keys, *_SPARSE))
+
+    return rule
 
 
 def _padding(count: int, of: int) -> list[int]:
     """The vocabulary's multiple that tensor parallelism cuts evenly."""
     return [lcm(count, of)] if lcm(count, of) <= _MOST_ROWS else []
-
-
-def _tokens(cut: Cut) -> Fault | None:
-    train = cut.config.train
-    tokens = train.micro_batch * train.seq_len
-    if tokens % cut.tp == 0:
-        return None
-    rule = (
-        f"must divide the tokens of a micro-batch, train.micro_batch * train.seq_len = {train.micro_batch} * "
-        f"{train.seq_len} = {tokens}: between its products each rank has an equal share of them"
-    )
-
-    def cures() -> list[Stream]:
-        sizes = divisors(train.global_batch // cut.dp) if train.global_batch % cut.dp == 0 else []
-        lengths = _multiples(train.seq_len, cut.tp)
-        micro_batches = near("train.micro_batch", train.micro_batch, sizes)
-        return [nearest_layouts(cut), *micro_batches, *near("train.seq_len", train.seq_len, lengths)]
-
-    return Fault("parallel.tp", rule, ("train.micro_batch", "train.seq_len"), cures)
 
 
 def _idle_schedule(cut: Cut) -> Fault | None:
@@ -221,7 +221,7 @@ def _micro_batches(cut: Cut) -> Fault | None:
         ]
         return [*batches, nearest_layouts(cut, 2)] if cut.world > 1 else batches
 
-    return Fault("train.micro_batch", rule, ("train.global_batch", *_PAIR, "parallel.vpp", "parallel.schedule"), cures)
+    return Fault("train.micro_batch", rule, ("train.global_batch", *_HELD, "parallel.vpp", "parallel.schedule"), cures)
 
 
 def _schedule_fault(cut: Cut) -> str:
@@ -250,7 +250,7 @@ def _compiled(cut: Cut) -> Fault | None:
 
 _RULES: tuple[Rule, ...] = (
     _processes, _micro_batch, _batch, _micro_batches, _replicas,
-    _shares("model.heads", "model.kv_heads"), _shares("model.ffn", mend=_multiples),
-    _shares("model.vocab_multiple", mend=_padding), _tokens,
-    _idle_schedule, _stages_a_rank, _layers, _given_layers, _compiled,
+    _shares("model.heads", "model.kv_heads"), _widths("model.ffn"), _widths("model.moe.shared_ffn"),
+    _shares("model.vocab_multiple", mend=_padding), *CONTEXT_RULES,
+    _idle_schedule, _stages_a_rank, _layers, _given_layers, _compiled, *MOE_RULES,
 )  # fmt: skip

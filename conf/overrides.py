@@ -95,7 +95,7 @@ class _Checker:
         if key.startswith(_NOTES + ".") or self.groups.chosen.get(key, "") is None:
             return Accepted(text, key, None, key in self.groups.choices)
         if key in self.groups.choices:
-            return Problem(text, None, f"a run needs a choice of {key}", f"write {key}={self._choices(key)[0]}")
+            return Problem(text, None, f"a run needs a choice of {key}", f"write {key}={self._usual(key)}")
         if key not in self.known and key not in sections():
             return unknown_key(key, None, self.known)
         nullable = key in self.known and optional(self.known[key].kind)[1]
@@ -104,6 +104,9 @@ class _Checker:
 
     def _choices(self, group: str) -> Sequence[str]:
         return self.groups.choices.get(group, ())
+
+    def _usual(self, group: str) -> str:
+        return self.groups.chosen.get(group) or next(iter(self._choices(group)), "NAME")
 
     def _group(self, override: Override, text: str) -> Accepted | Problem:
         group, value = override.key_or_group, override.value()
@@ -127,7 +130,7 @@ class _Checker:
         choices = self._choices(group)
         hint = did_you_mean(name, choices)
         listed = f"the choices of {group} are {', '.join(choices)}" if choices else f"there is no group {group}"
-        fix = f"write {group}={(close(name, choices) or choices or ['NAME'])[0]}"
+        fix = f"write {group}={(close(name, choices) or [self._usual(group)])[0]}"
         return Problem(group, name, f"{listed}" + (f"; {hint}" if hint else ""), fix)
 
     def _key(self, override: Override, text: str) -> Accepted | Problem:

@@ -16,7 +16,7 @@ import yaml
 
 from conf.problem import show
 from conf.schema import Config
-from conf.tree import sections
+from conf.tree import is_section, leaves, optional, own_leaves, sections
 
 FREE = (
     "run.name",
@@ -83,8 +83,8 @@ def training_hash(config: Config) -> str:
 
 
 def is_free(key: str, allowed: tuple[str, ...] = ()) -> bool:
-    """Whether a key may change when a run goes on."""
-    return any(fnmatchcase(key, pattern) for pattern in (*FREE, *allowed))
+    """Whether a key, or the mapping that it stands in, may change when a run goes on."""
+    return any(fnmatchcase(key, each) or key.startswith(f"{each}.") for each in (*FREE, *allowed))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -136,8 +136,7 @@ _Dumper.add_representer(str, _text)
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Dotted keys whose values differ between two saved configurations."""
-    a, b = _flat(one), _flat(other)
-    return [key for key in dict.fromkeys([*a, *b]) if a.get(key, _ABSENT) != b.get(key, _ABSENT)]
+    return [change.key for change in _differences(_flat(one), _flat(other))]
 
 
 def changes(old: Mapping[str, Any], new: Config) -> tuple[list[Change], list[Change]]:
@@ -145,11 +144,29 @@ def changes(old: Mapping[str, Any], new: Config) -> tuple[list[Change], list[Cha
 
     A key that the saved run lacks had its default; one that this version does not know counts as a change.
     """
-    before, after, defaults = _flat(old), flatten(new), flatten(Config())
-    differing = [
-        Change(key, before.get(key, defaults.get(key, _ABSENT)), after.get(key, _ABSENT))
-        for key in dict.fromkeys([*after, *before])
-        if before.get(key, defaults.get(key, _ABSENT)) != after.get(key, _ABSENT)
-    ]
-    free = [each for each in differing if is_free(each.key, new.checkpoint.allow)]
-    return free, [each for each in differing if each not in free]
+    found = _differences(flatten(Config()) | _flat(old), flatten(new))
+    free = [each for each in found if is_free(each.key, new.checkpoint.allow)]
+    return free, [each for each in found if each not in free]
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+    """Keys whose values differ, in the new one's order; of an optional section that both have, its keys."""
+    found: list[Change] = []
+    for key in dict.fromkeys([*new, *old]):
+        change = Change(key, old.get(key, _ABSENT), new.get(key, _ABSENT))
+        below = isinstance(change.old, Mapping) and isinstance(change.new, Mapping) and _defaults_below(key)
+        if below:
+            found += _differences(_below(key, below | change.old), _below(key, below | change.new))
+        elif change.old != change.new:
+            found.append(change)
+    return found
+
+
+def _below(key: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{key}.{name}": value for name, value in section.items()}
+
+
+def _defaults_below(key: str) -> dict[str, Any]:
+    """What the keys of an optional section have by default; nothing for other keys."""
+    kind: Any = optional(leaves()[key].kind)[0] if key in leaves() else None
+    return {leaf.key: leaf.default for leaf in own_leaves(kind)} if is_section(kind) else {}

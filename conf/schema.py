@@ -40,7 +40,7 @@ class TrainConfig:
     """Sequences a step."""
     micro_batch: int = 0
     """Sequences a forward pass on each rank; changes speed and memory, never the training; 0: the most, up to
-    8,192 tokens, that the layout allows."""
+    8,192 tokens on a rank, that the layout allows."""
     seq_len: int = 256
     """Tokens a sequence."""
     eval_every: int = 50

@@ -9,16 +9,12 @@ from difflib import get_close_matches
 from conf.problem import Problem
 from conf.tree import Leaf
 
-_LATER = ("is not in this version", "leave it out")
 # What other programs have under these names, and a look-alike here would be wrong advice.
 _ABSENT = {
     "parallel.dp": (
-        "what tp and pp leave of the processes is data parallelism, dp = processes / (tp * pp)",
+        "what tp, pp and cp leave of the processes is data parallelism, dp = processes / (tp * pp * cp)",
         "start as many processes as it takes",
     ),
-    "parallel.cp": (f"context parallelism {_LATER[0]}", _LATER[1]),
-    "parallel.ep": (f"expert parallelism {_LATER[0]}", _LATER[1]),
-    "model.experts": (f"mixture of experts {_LATER[0]}", _LATER[1]),
 }
 _ELSEWHERE = {
     "activation_checkpointing": "train.recompute",
@@ -26,9 +22,14 @@ _ELSEWHERE = {
     "adam_beta2": "optim.beta2",
     "batch_size": "train.global_batch",
     "block_size": "train.seq_len",
+    "context_parallel_degree": "parallel.cp",
+    "context_parallel_size": "parallel.cp",
     "data_parallel_replicate_degree": "parallel.replicate",
     "dim": "model.hidden",
     "eval_interval": "train.eval_every",
+    "expert_model_parallel_size": "parallel.ep",
+    "expert_parallel_degree": "parallel.ep",
+    "first_k_dense_replace": "model.moe.first_dense",
     "global_batch_size": "train.global_batch",
     "grad_clip": "optim.clip",
     "hidden_size": "model.hidden",
@@ -37,12 +38,20 @@ _ELSEWHERE = {
     "max_iters": "train.steps",
     "max_steps": "train.steps",
     "micro_batch_size": "train.micro_batch",
+    "moe_ffn_hidden_size": "model.moe.ffn",
+    "moe_intermediate_size": "model.moe.ffn",
+    "moe_router_topk": "model.moe.top_k",
     "n_embd": "model.hidden",
     "n_head": "model.heads",
     "n_layer": "model.layers",
+    "n_routed_experts": "model.moe.experts",
+    "norm_topk_prob": "model.moe.renormalize",
     "num_attention_heads": "model.heads",
+    "num_experts": "model.moe.experts",
+    "num_experts_per_tok": "model.moe.top_k",
     "num_hidden_layers": "model.layers",
     "num_layers": "model.layers",
+    "num_local_experts": "model.moe.experts",
     "pipeline_model_parallel_size": "parallel.pp",
     "pipeline_parallel_degree": "parallel.pp",
     "recompute_granularity": "train.recompute",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from conf.batch import with_micro_batch
 from conf.convert import read
 from conf.layers import find
 from conf.layout_rules import layout_problems
@@ -71,6 +70,19 @@ RANGES = (
     Range("model.kv_heads", 1),
     Range("model.head_dim", 2),
     Range("model.ffn", 1),
+    Range("model.moe.experts", 1),
+    Range("model.moe.top_k", 1),
+    Range("model.moe.ffn", 1),
+    Range("model.moe.shared_ffn", 0),
+    Range("model.moe.first_dense", 0),
+    Range("model.moe.every", 1),
+    Range("model.moe.scale", 0, above=True),
+    Range("model.moe.groups", 1),
+    Range("model.moe.groups_chosen", 1),
+    Range("model.moe.bias_rate", 0),
+    Range("model.moe.aux_coefficient", 0),
+    Range("model.moe.z_loss", 0),
+    Range("model.moe.capacity_factor", 0, above=True),
     Range("model.norm_eps", 0, above=True),
     Range("model.rope_theta", 1, above=True),
     Range("model.rope_scaling.factor", 1),
@@ -88,6 +100,8 @@ RANGES = (
     Range("data.shuffle_seed", 0, _SEEDS, below=True),
     Range("data.prefetch", 0),
     Range("parallel.tp", 1),
+    Range("parallel.cp", 1),
+    Range("parallel.ep", 1),
     Range("parallel.pp", 1),
     Range("parallel.vpp", 1),
     Range("parallel.layers_per_stage", 1),
@@ -114,7 +128,7 @@ def problems(config: Config, *, world: int = 1, here: bool = True) -> list[Probl
     """Everything in a configuration that cannot work, on this machine and with `world` processes too."""
     out_of_range = list(_range_problems(config))
     bad = {problem.key for problem in out_of_range}
-    sound = with_micro_batch(_with_defaults(config, bad) if bad else config, world)
+    sound = _with_defaults(config, bad) if bad else config
     crossed = [*rule_problems(sound), *layout_problems(sound, world), *(machine_problems(sound) if here else [])]
     return [*out_of_range, *(each for each in crossed if not bad & {each.key, *each.also})]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from checkpoint.pieces import Piece
 from conf.schema import Config
 from data.batch import MicroBatch
 from data.indexed import IndexedCorpus
@@ -46,14 +48,20 @@ class Rectangles:
     """A copy that another rank keeps is left out."""
 
     @staticmethod
-    def of(shards: Sequence[Shard], gradients: bool) -> Rectangles:
-        """The shards' gradients, or their values."""
-        kept = []
-        for each in shards:
-            tensor = each.gradient if gradients else each.local
-            if each.writes and tensor is not None:
-                kept.append((each.name, each.shape, each.start, tensor.detach().double().cpu().numpy().copy()))
-        return Rectangles(kept)
+    def of_gradients(shards: Sequence[Shard]) -> Rectangles:
+        """The shards' gradients."""
+        held = [(each, each.gradient) for each in shards if each.writes]
+        return Rectangles([(s.name, s.shape, s.start, _array(g)) for s, g in held if g is not None])
+
+    @staticmethod
+    def of_model(pieces: Mapping[str, Piece]) -> Rectangles:
+        """What a checkpoint keeps of the model itself: weights, and the biases of routers."""
+        own = {n.removeprefix("model."): p for n, p in pieces.items() if n.startswith("model.") and p.writes}
+        return Rectangles([(name, p.shape, p.start, _array(p.local)) for name, p in own.items()])
+
+
+def _array(tensor: Tensor) -> Array:
+    return tensor.detach().double().cpu().numpy().copy()
 
 
 @dataclass
@@ -117,7 +125,13 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
     config, device = replace(config, train=replace(config.train, threads=1)), torch.device("cpu")
     with joined(ranks, device, config.parallel.timeout) as everyone:
         machine = set_up_machine("cpu", 0, 1, 1, config.precision, 1.0, "highest", lambda _: None)
-        mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device, config.parallel.timeout)
+        mesh = make_mesh(
+            layout_of(config.parallel, ranks.world),
+            ranks.rank,
+            device,
+            config.parallel.timeout,
+            config.model.moe is not None,
+        )
         engine = Engine(config, config.model, mesh, machine, StepClock(device))
         trial, peak = RankTrial(), peak_lr(config.optim, config.model.hidden)
         read = trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp)
@@ -127,11 +141,11 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
             lr = peak * lr_share(config.lr_schedule, number, steps)
             sums, outcome = engine.step(
                 batch.micro_batches, agreed.valid_tokens, lr,
-                lambda shards: trial.gradients.append(Rectangles.of(shards, gradients=True)) if keep else None,  # noqa: B023
+                lambda shards: trial.gradients.append(Rectangles.of_gradients(shards)) if keep else None,  # noqa: B023
             )  # fmt: skip
             trial.losses.append(engine.everywhere(sums)[0] / agreed.valid_tokens)
             trial.norms.append(outcome.grad_norm.item())
-        trial.parameters = Rectangles.of(engine.shards, gradients=False)
+        trial.parameters = Rectangles.of_model(engine.pieces())
         trial.val_loss = engine.evaluate(_held_out(config, corpus, mesh.dp_rank, mesh.layout.dp, engine.micro_batches))
         return trial
 

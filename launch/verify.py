@@ -5,7 +5,7 @@ python -m launch.verify [key=value ...] --ranks N [--steps K] [--precision fp64|
 Your configuration is made small (layers, width, vocabulary, sequence), its structure and its layout are kept,
 and it trains on uneven random documents on this machine's CPU over gloo: no GPU is needed. In fp64, where
 rounding cannot hide a fault, the loss, the norm and every parameter's gradient must be equal at every step.
-Exit code 1 where they are not.
+Exit code 1 where they are not. A setting whose meaning depends on the layout is refused (2): nothing can be proven.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from conf.compose import compose
+from conf.moe_rules import layout_dependent_settings
+from conf.problem import refuse
 from conf.schema import Config
 from errors import ConfigRefused, exit_code_of
 from launch.shrink import shrink
@@ -167,6 +169,11 @@ def _covered(config: Config, ranks: int) -> Iterator[str]:
     yield f"{train.global_batch // (train.micro_batch * dp)} micro-batches of {train.micro_batch} sequences on a rank"
     if parallel.pp > 1:
         yield f"{schedule_name(parallel)} with layers {', '.join(map(str, layers_of_stages(model, parallel)))}"
+    if parallel.cp > 1:
+        yield f"sequences shared by {parallel.cp} ranks ({parallel.cp_exchange})"
+    if model.moe is not None:
+        shared = f" on {parallel.ep} ranks" if parallel.ep > 1 else ""
+        yield f"{model.moe.experts} experts{shared}, {model.moe.top_k} for a token, balance {model.moe.balance}"
     yield f"recompute {train.recompute}"
     flags = {
         "tied embeddings": model.tied_embeddings, "biases": model.bias, "QK norms": model.qk_norm,
@@ -202,6 +209,7 @@ def _main(options: argparse.Namespace) -> int:
     whole = compose(options.overrides, options.config_dir, world=options.ranks, here=False)
     if options.ranks == 1:
         raise ConfigRefused("--ranks 1: one process is what a layout is compared with; give the ranks of the layout")
+    refuse(layout_dependent_settings(whole.model))
     small = shrink(whole, options.ranks, options.steps, whole.precision.name if options.precision == "own" else "fp64")
     print(
         f"{layout_of(small.parallel, options.ranks).words}, zero {small.parallel.zero}, {small.precision.name}: "

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention_kernels import BLOCK, block_keys, blocked_attention, fused_attention
+from model.attention_kernels import NO_BLOCKS, Blocks, blocked_attention, causal_blocks, fused_attention
 from model.config import ModelConfig
+from model.context_attention import Shared, SharedTokens, attend_shared, share_attention
 from model.norm import RMSNorm
 from model.rope import rotate, rotation_table
-from parallel.tensor import Linears
+from parallel.context import local_places
+from parallel.cuts import Cuts
+from parallel.mesh import ALONE, Axis
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What every layer needs to know of one micro-batch of `batch` sequences of `seq_len` tokens."""
+    """What every layer needs to know of one micro-batch of `batch` sequences, of each `seq_len` tokens on this rank."""
 
     batch: int
     """Sequences."""
     seq_len: int
-    """Tokens a sequence."""
+    """Tokens of a sequence on this context-parallel rank."""
     cos: Tensor
     """[batch, seq_len, 1, head_dim / 2] rotary cosines."""
     sin: Tensor
     """[batch, seq_len, 1, head_dim / 2] rotary sines."""
-    masks: tuple[Tensor, ...]
-    """CPU: for each block of query rows, 0 or -inf added to the scores of its last keys
-    [batch or 1, 1, rows, 1, keys]."""
+    blocks: Blocks
+    """CPU: blocks of query rows with the keys they meet and masks."""
     first: Tensor | None
     """CUDA: [batch, seq_len] index in its sequence of the first token each token sees; None: plain causal."""
     cu_seqlens: Tensor | None
@@ -37,6 +40,8 @@ class AttentionContext:
     the masks say it all, and a length that varies would have compiled code made anew."""
     window: int | None
     """Latest tokens a token sees, itself included."""
+    shared: Shared | None = None
+    """How keys and values of other context-parallel ranks are met; None: sequences are whole, the fields above hold."""
 
 
 def attention_context(
@@ -49,51 +54,46 @@ def attention_context(
     window: int | None = None,
     documents: bool = True,
     whole_masks: bool = False,
+    cp: Axis = ALONE,
+    exchange: Literal["ring", "all_gather"] = "ring",
 ) -> AttentionContext:
     """Prepare what the layers share.
 
     Args:
-        positions: [T] int64, restarting at each sequence and, where documents are masked, each document.
-        cu_seqlens: [D + 1] int32, the same borders.
-        seq_len: tokens a sequence; T is a multiple of it.
+        positions: [T / cp] int64 of this rank's tokens (`parallel.context.local_share`), restarting at each sequence
+            and, where documents are masked, each document.
+        cu_seqlens: [D + 1] int32, the same borders, in all T tokens.
+        seq_len: tokens of a whole sequence; T is a multiple of it.
         freq: [head_dim / 2] fp64, radians a token.
         dtype: compute dtype.
         window: sliding window in tokens.
         documents: whether positions may restart inside a sequence (else the cheaper causal form is used).
         whole_masks: masks over all keys of a block, which compiled code adds for nothing, while a part of
             the keys costs it dearly; otherwise plain causal masks cover the diagonal alone.
+        cp: the ranks that share each sequence.
+        exchange: how they see each other's keys and values.
     """
-    batch = len(positions) // seq_len
-    cos, sin = (t.view(batch, seq_len, 1, -1) for t in rotation_table(positions, freq, dtype))
-    masked = documents or window is not None
-    first = _first_seen(positions.view(batch, seq_len), window) if masked else None
-    if positions.device.type != "cpu":
-        return AttentionContext(batch, seq_len, cos, sin, (), first, cu_seqlens, window)
+    own = seq_len // cp.size
+    positions = positions.view(-1, own)
+    batch, device = len(positions), positions.device
+    cos, sin = (t.view(batch, own, 1, -1) for t in rotation_table(positions.flatten(), freq, dtype))
+    places = local_places(seq_len, cp, device)
+    first = _first_seen(positions, places, window) if documents or window is not None else None
+    if cp.size > 1:
+        tokens = SharedTokens(positions, cu_seqlens, seq_len, first, window, cp)
+        shared = share_attention(tokens, exchange, dtype, 2 * len(freq))
+        return AttentionContext(batch, own, cos, sin, NO_BLOCKS, None, None, window, shared)
+    if device.type != "cpu":
+        return AttentionContext(batch, own, cos, sin, NO_BLOCKS, first, cu_seqlens, window)
     if first is None and whole_masks:
-        first = _first_seen(torch.arange(seq_len)[None], None)
-    masks = _block_masks(first, seq_len, dtype, window)
-    return AttentionContext(batch, seq_len, cos, sin, masks, None, None, window)
+        first = torch.zeros(1, seq_len, dtype=torch.int64)
+    blocks = causal_blocks(places, places, first, window, dtype, chunk=seq_len, trim=False)
+    return AttentionContext(batch, own, cos, sin, blocks, None, None, window)
 
 
-def _first_seen(positions: Tensor, window: int | None) -> Tensor:
-    """[B, S] index of the first token each token sees: its document's start, or the window's edge."""
-    back = positions if window is None else positions.clamp(max=window - 1)
-    return torch.arange(positions.shape[1], device=positions.device) - back
-
-
-def _block_masks(first: Tensor | None, seq_len: int, dtype: torch.dtype, window: int | None) -> tuple[Tensor, ...]:
-    """One additive mask a block of rows; without documents only the diagonal's triangle."""
-    masks: list[Tensor] = []
-    for row in range(0, seq_len, BLOCK):
-        begin, end = block_keys(row, seq_len, window)
-        begin = row if first is None else begin
-        query, key = torch.arange(row, end), torch.arange(begin, end)
-        hidden = (key > query[:, None])[None]
-        if first is not None:
-            hidden = hidden | (key < first[:, row:end, None])
-        zero = torch.zeros(hidden.shape, dtype=dtype)
-        masks.append(zero.masked_fill_(hidden, float("-inf"))[:, None, :, None, :])
-    return tuple(masks)
+def _first_seen(positions: Tensor, places: Tensor, window: int | None) -> Tensor:
+    """[B, S] place of the first token each token sees: its document's start, or the window's edge."""
+    return places - (positions if window is None else positions.clamp(max=window - 1))
 
 
 class Attention(nn.Module):
@@ -102,8 +102,9 @@ class Attention(nn.Module):
     With tensor parallelism this rank has kv_heads / tp of the groups, of all tokens.
     """
 
-    def __init__(self, config: ModelConfig, linears: Linears, device: torch.device | None = None) -> None:
+    def __init__(self, config: ModelConfig, cuts: Cuts, device: torch.device | None = None) -> None:
         super().__init__()
+        linears = cuts.linears
         self.kv_heads = config.kv_heads // linears.axis.size
         self.group = config.heads // config.kv_heads
         self.head_dim = config.head_dim or config.hidden // config.heads
@@ -133,20 +134,25 @@ class Attention(nn.Module):
         k, v = k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        attend = self._blocked if qkv.device.type == "cpu" else self._fused
-        return attend(q, k, v, context)
+        heads_first = qkv.device.type == "cpu" if context.shared is None else context.shared.heads_first
+        return self._blocked(q, k, v, context) if heads_first else self._fused(q, k, v, context)
 
     def _blocked(self, q: Tensor, k: Tensor, v: Tensor, c: AttentionContext) -> Tensor:
         """Heads first, each KV head's queries folded into rows: q [B, kv, S, g, d], k and v [B, kv, S, d]."""
         cos, sin = c.cos.transpose(1, 2), c.sin.transpose(1, 2)
         q = rotate(q.transpose(1, 2), cos[..., None, :], sin[..., None, :], self.head_dim**-0.5)
         k = rotate(k.transpose(1, 2), cos, sin)
-        out = blocked_attention(q, k, v.transpose(1, 2).contiguous(), c.masks, c.window)
+        v = v.transpose(1, 2).contiguous()
+        out = blocked_attention(q, k, v, c.blocks) if c.shared is None else attend_shared(q, k, v, c.shared)
         return out.transpose(1, 2).reshape(c.batch * c.seq_len, -1)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, c: AttentionContext) -> Tensor:
         """q [B, S, kv, g, d], k and v [B, S, kv, d] through PyTorch's fused kernels."""
         q = rotate(q, c.cos[..., None, :], c.sin[..., None, :])
         k = rotate(k, c.cos, c.sin)
-        out = fused_attention(q.flatten(2, 3), k, v, cu_seqlens=c.cu_seqlens, first=c.first, window=c.window)
+        q = q.flatten(2, 3)
+        if c.shared is None:
+            out = fused_attention(q, k, v, cu_seqlens=c.cu_seqlens, first=c.first, window=c.window)
+        else:
+            out = attend_shared(q, k, v, c.shared)
         return out.reshape(c.batch * c.seq_len, -1)

@@ -14,11 +14,13 @@ import torch
 from model.compiled import compile_regions
 from model.config import ModelConfig
 from model.init import fill_rectangle, stream_key
+from model.moe import MoE
 from model.transformer import Decoder, Part, initial_std, set_recompute
+from parallel.cuts import Cuts
 from parallel.mesh import ONE_PROCESS, Mesh
 from parallel.shards import Shard, shards_of
-from parallel.tensor import LaterGradients, Linears
-from parallel.zero import Zero, shard
+from parallel.tensor import LaterGradients
+from parallel.zero import Sharing, Zero, shard
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class BuildOptions:
     """With every_n: one block in so many."""
     compile: bool = False
     """Compile each block and the loss."""
+    cp_exchange: Literal["ring", "all_gather"] = "ring"
+    """How context-parallel ranks see each other's keys and values."""
     later: bool = False
     """Put off the gradients of weights, for schedules that split the backward pass."""
 
@@ -62,13 +66,16 @@ class Built:
 def build_part(config: ModelConfig, part: Part, mesh: Mesh, options: BuildOptions) -> Built:
     """One part of the model, cut for this rank, with its initial values in the master dtype."""
     later = LaterGradients() if options.later else None
-    decoder = Decoder(config, torch.device("meta"), Linears(mesh.axis("tp"), later), part).to(options.master)
+    cuts = Cuts(mesh.axis("tp"), mesh.axis("cp"), options.cp_exchange, mesh.axis("ep"), mesh.tokens, later)
+    decoder = Decoder(config, torch.device("meta"), cuts, part).to(options.master)
     set_recompute(decoder, options.recompute, options.recompute_n)
     if options.compile:
         compile_regions(decoder, options.device)
-    zero = shard(decoder, decoder.blocks, mesh.data, options.zero, options.compute, options.master)
+    sharing = Sharing(mesh.data, mesh.expert_data, options.zero, options.compute, options.master)
+    experts = [block.mlp.experts for block in decoder.blocks if isinstance(block.mlp, MoE)]
+    zero = shard(decoder, decoder.blocks, experts, sharing)
     decoder.to_empty(device=options.device)
-    decoder.freq = decoder.freq.to(options.device)  # here, not in each step: a copy from the host waits
+    decoder.reset_buffers(options.device)
     twins, again = shared_by_two_stages(config, part)
     shards = shards_of(decoder, mesh, twins, again)
     initialise(shards, config, options.seed)

@@ -13,12 +13,33 @@ from torch import Tensor
 from model.config import ModelConfig
 
 
-def block_weights(config: ModelConfig) -> int:
-    """Multiply-adds a token in one block's linears."""
+def layer_weights(config: ModelConfig, layer: int) -> int:
+    """Multiply-adds a token in the linears of the block of this number; of its experts, those that a token uses."""
     head_dim = config.head_dim or config.hidden // config.heads
     q, kv = config.heads * head_dim, config.kv_heads * head_dim
-    products = 3 if config.activation == "swiglu" else 2
-    return config.hidden * (q + 2 * kv) + q * config.hidden + products * config.hidden * config.ffn
+    moe, width = config.moe, config.ffn
+    if moe is not None and moe.is_sparse(layer):
+        width = moe.top_k * moe.ffn + moe.shared_ffn
+    return config.hidden * (q + 2 * kv) + q * config.hidden + _products(config) * config.hidden * width
+
+
+def block_weights(config: ModelConfig) -> float:
+    """The mean of `layer_weights` over the blocks."""
+    return sum(layer_weights(config, layer) for layer in range(config.layers)) / config.layers
+
+
+def inactive_parameters(config: ModelConfig) -> int:
+    """Parameters of the experts that a token does not use, in all layers."""
+    moe = config.moe
+    if moe is None:
+        return 0
+    unused = (moe.experts - moe.top_k) * _products(config) * config.hidden * moe.ffn
+    return unused * sum(moe.is_sparse(layer) for layer in range(config.layers))
+
+
+def _products(config: ModelConfig) -> int:
+    """Matrices of an MLP."""
+    return 3 if config.activation == "swiglu" else 2
 
 
 def squared_lengths(cu_seqlens: Tensor, window: int | None) -> int:
@@ -40,13 +61,15 @@ def recomputed_flops(config: ModelConfig, tokens: int, squared_lengths: int, rec
     """FLOPs of forward products that are made again in a step's backward pass, under train.recompute."""
     head_dim = config.head_dim or config.hidden // config.heads
     pairs = 2 * config.heads * head_dim * squared_lengths  # a block's attention, forward
-    block = 2 * tokens * block_weights(config) + pairs
-    blocks = {"full": config.layers, "every_n": -(-config.layers // every)}
-    return config.layers * pairs if recompute == "selective" else blocks.get(recompute, 0) * block
+    if recompute == "selective":
+        return config.layers * pairs
+    steps = {"full": 1, "every_n": every}
+    again = range(0, config.layers, steps[recompute]) if recompute in steps else range(0)
+    return sum(2 * tokens * layer_weights(config, layer) + pairs for layer in again)
 
 
 def step_flops(config: ModelConfig, tokens: int, squared_lengths: int) -> int:
-    """FLOPs of forward and backward over a step.
+    """FLOPs of forward and backward over a step; a router's are left out.
 
     Args:
         config: with vocab_size filled in.
@@ -54,5 +77,6 @@ def step_flops(config: ModelConfig, tokens: int, squared_lengths: int) -> int:
         squared_lengths: sum of `squared_lengths` over the step's micro-batches.
     """
     head_dim = config.head_dim or config.hidden // config.heads
-    linears = config.layers * block_weights(config) + config.hidden * (config.vocab_size or 0)
+    blocks = sum(layer_weights(config, layer) for layer in range(config.layers))
+    linears = blocks + config.hidden * (config.vocab_size or 0)
     return 6 * tokens * linears + 6 * config.layers * config.heads * head_dim * squared_lengths

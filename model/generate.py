@@ -14,7 +14,7 @@ from torch import Tensor
 from checkpoint.store import TOKENIZER, locate, model_tensors, read_state
 from data.tokenizer import Tokenizer
 from errors import DataRefused, exit_code_of
-from model.config import ModelConfig, RopeScaling
+from model.config import ModelConfig, MoEConfig, RopeScaling
 from model.transformer import Decoder
 
 
@@ -57,8 +57,9 @@ def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, **options: 
 
 def model_config(saved: dict[str, Any]) -> ModelConfig:
     """The model's config from a checkpoint's plain values."""
-    scaling = saved.get("rope_scaling")
-    return ModelConfig(**saved | {"rope_scaling": RopeScaling(**scaling) if scaling else None})
+    scaling, moe = saved.get("rope_scaling"), saved.get("moe")
+    sections = {"rope_scaling": RopeScaling(**scaling) if scaling else None, "moe": MoEConfig(**moe) if moe else None}
+    return ModelConfig(**saved | sections)
 
 
 def load_model(checkpoint: Path) -> Decoder:

@@ -6,8 +6,10 @@ Parameter names are global and say nothing of any layout: `layers.3.attention.qk
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, AttentionContext, attention_context
 from model.config import ModelConfig
+from model.context import BlockContext
 from model.loss import LossSettings, chunk_terms, chunked_loss
 from model.mlp import MLP
+from model.moe import MoE
 from model.norm import RMSNorm
 from model.rope import inverse_wavelengths
+from model.router import Router
 from parallel.collectives import gather_tokens
+from parallel.cuts import Cuts
+from parallel.mesh import Axis
 from parallel.tensor import Linears, VocabularyEmbedding
 
 
@@ -54,48 +61,62 @@ def padded_vocabulary(config: ModelConfig) -> int:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); in a sparse block the MLP is a mixture of experts."""
 
-    def __init__(self, config: ModelConfig, linears: Linears, device: torch.device | None = None) -> None:
+    def __init__(self, config: ModelConfig, cuts: Cuts, layer: int, device: torch.device | None = None) -> None:
         super().__init__()
+        sparse = config.moe is not None and config.moe.is_sparse(layer)
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps, device)
-        self.attention = Attention(config, linears, device)
+        self.attention = Attention(config, cuts, device)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, device)
-        self.mlp = MLP(config, linears, device)
+        self.mlp = MoE(config, cuts, device) if sparse else MLP(config, cuts.linears, device)
         self.recompute = False
 
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """x [T/tp, hidden] -> [T/tp, hidden]."""
-        if not (self.recompute and torch.is_grad_enabled()):
-            return self._body(x, context)
-        # Inside the module, so that FSDP's hooks stand around both passes and gather the weights for each.
-        return checkpoint(self._body, x, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        again = self.recompute and torch.is_grad_enabled()
+        # Inside the module, so that FSDP's hooks stand around both passes and gather the weights for each; not
+        # around a mixture, whose experts have hooks of their own and whose choices are not to be made twice.
+        first = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if again else _call
+        if isinstance(self.mlp, MoE):
+            x, normed = first(self._before_mlp, x, context.attention)
+            return x + self.mlp(normed, context)  # type: ignore[no-any-return]
+        return first(self._body, x, context.attention)  # type: ignore[no-any-return]
+
+    def _before_mlp(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x), context)
+        return x, self.mlp_norm(x)
 
     def _body(self, x: Tensor, context: AttentionContext) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), context)
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+        x, normed = self._before_mlp(x, context)
+        return x + self.mlp(normed)  # type: ignore[no-any-return]
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Without recomputation."""
+    return function(*args)
 
 
 class Decoder(nn.Module):
     """Decoder-only Transformer over packed tokens, whole or one part of it."""
 
     def __init__(
-        self, config: ModelConfig, device: torch.device | None = None, linears: Linears | None = None,
+        self, config: ModelConfig, device: torch.device | None = None, cuts: Cuts | None = None,
         part: Part | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        linears, part = linears or Linears(), part or Part(range(config.layers))
-        self.config, self.part, self.axis = config, part, linears.axis
-        rows, axis = padded_vocabulary(config), linears.axis
+        cuts, part = cuts or Cuts(), part or Part(range(config.layers))
+        self.config, self.part, self.cuts, self.axis = config, part, cuts, cuts.tp
+        rows, axis = padded_vocabulary(config), cuts.tp
         tied = config.tied_embeddings
         has_table = part.first or (part.last and tied)
         self.embedding = VocabularyEmbedding(rows, config.hidden, axis, device) if has_table else None
-        self.layers = nn.ModuleDict({str(number): Block(config, linears, device) for number in part.layers})
+        self.layers = nn.ModuleDict({str(number): Block(config, cuts, number, device) for number in part.layers})
         self.norm = RMSNorm(config.hidden, config.norm_eps, device) if part.last else None
         self.head = Linears(axis).column(config.hidden, rows, False, device) if part.last and not tied else None
         head_dim = config.head_dim or config.hidden // config.heads
         self.freq = inverse_wavelengths(head_dim, config.rope_theta, config.rope_scaling)
-        self.loss_settings = _loss_settings(config, linears)
+        self.loss_settings = _loss_settings(config, axis)
         self.loss_terms = chunk_terms
         self.compiled = False
 
@@ -112,25 +133,45 @@ class Decoder(nn.Module):
             raise ValueError("this part of the decoder has no head")
         return owner.weight
 
+    @property
+    def routers(self) -> dict[int, Router]:
+        """Those of this part's sparse blocks, by the number of the block."""
+        return {
+            int(number): block.mlp.router
+            for number, block in self.layers.items()
+            if isinstance(block, Block) and isinstance(block.mlp, MoE)
+        }
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """What is neither a parameter nor loaded, after the memory was made."""
+        self.freq = self.freq.to(device)  # here, not in each step: a copy from the host waits
+        for router in self.routers.values():
+            router.reset_buffers()
+
     def hidden_states(
-        self, x: Tensor, positions: Tensor, cu_seqlens: Tensor, seq_len: int, *, documents: bool,
+        self, x: Tensor, positions: Tensor, cu_seqlens: Tensor, seq_len: int, *, documents: bool, share: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """This part's blocks.
 
         Args:
-            x: tokens [T] for the first part, else [T/tp, hidden] from the part before.
-            positions, cu_seqlens: [T], [D + 1].
+            x: tokens [T] for the first part, else [T/tp, hidden] from the part before; T are those of this rank's
+                share of each sequence (over cp).
+            positions: [T], likewise.
+            cu_seqlens: [D + 1], borders in the whole sequences.
+            seq_len: tokens of a whole sequence.
+            share: 1 / tokens of the step, for losses that are means over all of them.
 
         Returns:
             [T/tp, hidden]: after the final norm for the last part.
         """
         if self.part.first and self.embedding is not None:
             x = self.embedding(x)
-        context = attention_context(
+        attention = attention_context(
             positions, cu_seqlens, seq_len, self.freq,
             dtype=x.dtype, window=self.config.window, documents=documents,
-            whole_masks=self.compiled,
+            whole_masks=self.compiled, cp=self.cuts.cp, exchange=self.cuts.exchange,
         )  # fmt: skip
+        context = BlockContext(attention, seq_len // self.cuts.cp.size, share)
         for block in self.layers.values():
             x = block(x, context)
         return x if self.norm is None else self.norm(x)
@@ -143,25 +184,25 @@ class Decoder(nn.Module):
 
     def forward(
         self, x: Tensor, labels: Tensor, positions: Tensor, cu_seqlens: Tensor, seq_len: int, *,
-        documents: bool, scale: float,
+        documents: bool, scale: float, share: float = 0.0,
     ) -> LossSums | Tensor:  # fmt: skip
         """The last part: loss of one micro-batch; others: [T/tp, hidden] for the next part.
 
-        labels [T] with IGNORE; scale = 1 / valid tokens of the step.
+        labels [T] with IGNORE; scale = 1 / valid tokens of the step. The rest as in `hidden_states`.
         """
-        x = self.hidden_states(x, positions, cu_seqlens, seq_len, documents=documents)
+        x = self.hidden_states(x, positions, cu_seqlens, seq_len, documents=documents, share=share)
         if not self.part.last:
             return x
         x = gather_tokens(x, self.axis)
         return LossSums(*chunked_loss(x, self.head_weight, labels, self.loss_settings, scale, self.loss_terms))
 
 
-def _loss_settings(config: ModelConfig, linears: Linears) -> LossSettings:
+def _loss_settings(config: ModelConfig, axis: Axis) -> LossSettings:
     """The loss over this rank's entries of the vocabulary."""
-    rows = padded_vocabulary(config) // linears.axis.size
-    offset = linears.axis.rank * rows
+    rows = padded_vocabulary(config) // axis.size
+    offset = axis.rank * rows
     own = min(max((config.vocab_size or 0) - offset, 0), rows)
-    return LossSettings(own, config.loss_chunk, config.z_loss, offset, linears.axis)
+    return LossSettings(own, config.loss_chunk, config.z_loss, offset, axis)
 
 
 def set_recompute(model: Decoder, mode: str, every: int) -> None:
@@ -174,11 +215,13 @@ def set_recompute(model: Decoder, mode: str, every: int) -> None:
             continue
         block.attention.recompute = mode == "selective"
         block.recompute = mode == "full" or (mode == "every_n" and int(number) % every == 0)
+        if isinstance(block.mlp, MoE):
+            block.mlp.recompute = block.mlp.experts.recompute = block.recompute
 
 
 def initial_std(name: str, config: ModelConfig) -> float:
     """Standard deviation of a weight's initial values; a block's two output linears are damped (GPT-2)."""
-    damped = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    damped = name.endswith(("attention.out.weight", "mlp.down.weight", "experts.down", "shared.down.weight"))
     return config.init_std / math.sqrt(2 * config.layers) if damped else config.init_std
 
 

@@ -12,6 +12,12 @@ class ParallelConfig:
 
     tp: int = 1
     """Tensor parallelism with sequence parallelism: ranks that share each block's matrices and its tokens."""
+    cp: int = 1
+    """Context parallelism: ranks that share the tokens of each sequence."""
+    cp_exchange: Literal["ring", "all_gather"] = "ring"
+    """How those ranks see each other's keys and values: ring passes them on while it computes, all_gather holds all."""
+    ep: int = 1
+    """Expert parallelism: ranks, among those of tp, cp and data parallelism, that share the experts."""
     pp: int = 1
     """Pipeline parallelism: ranks that share the layers."""
     vpp: int | None = None

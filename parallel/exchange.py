@@ -13,18 +13,61 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from parallel.mesh import Axis
 
-def _swap(send: Sequence[Tensor], receive: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Send each other rank its tensor, and receive one of each; both lists go by rank."""
-    rank, size = dist.get_rank(group), group.size()
-    work = []
-    for step in range(1, size):  # each rank begins with another one
-        to, source = (rank + step) % size, (rank - step) % size
-        work.append(dist.irecv(receive[source], group=group, group_src=source))
-        work.append(dist.isend(send[to], group=group, group_dst=to))
-    for each in work:
+Works = list[dist.Work | None]
+"""Messages on their way."""
+
+
+def wait_all(works: Works) -> None:
+    """Wait until all have arrived."""
+    for each in works:
         if each is not None:
             each.wait()
+
+
+def _start(send: Sequence[Tensor], receive: Sequence[Tensor], group: dist.ProcessGroup) -> Works:
+    """Begin to send each other rank its tensor, and to receive one of each; both lists go by rank.
+
+    Empty ones are not sent: both sides know of them.
+    """
+    rank, size = dist.get_rank(group), group.size()
+    works: Works = []
+    for step in range(1, size):  # each rank begins with another one
+        to, source = (rank + step) % size, (rank - step) % size
+        if receive[source].numel():
+            works.append(dist.irecv(receive[source], group=group, group_src=source))
+        if send[to].numel():
+            works.append(dist.isend(send[to], group=group, group_dst=to))
+    return works
+
+
+def _swap(send: Sequence[Tensor], receive: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Send each other rank its tensor, and receive one of each."""
+    wait_all(_start(send, receive, group))
+
+
+def start_rows(
+    x: Tensor, send: list[int], receive: list[int], axis: Axis, out: Tensor | None = None
+) -> tuple[Tensor, Works]:
+    """Begin to send some rows to each rank, those of the first rank first.
+
+    Args:
+        x: [sum of send, ...], contiguous, to be left alone until the work is done.
+        send, receive: rows to and from each rank.
+        out: [sum of receive, ...]; None: made.
+
+    Returns:
+        What arrives, in the order of ranks, and what to wait for.
+    """
+    out = x.new_empty(sum(receive), *x.shape[1:]) if out is None else out
+    if axis.group is None:
+        raise ValueError("no other ranks to exchange rows with")
+    if x.device.type != "cpu":
+        return out, [dist.all_to_all_single(out, x, receive, send, group=axis.group, async_op=True)]
+    parts, arriving = x.split(send), out.split(receive)
+    arriving[axis.rank].copy_(parts[axis.rank])
+    return out, _start(parts, arriving, axis.group)
 
 
 def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:

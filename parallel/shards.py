@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Shards
 
-from parallel.mesh import Mesh
-from parallel.tensor import parameter_cuts
+from parallel.mesh import Axis, Mesh
+from parallel.tensor import ParameterCut, parameter_cuts
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,22 @@ def shards_of(module: nn.Module, mesh: Mesh, twins: frozenset[str] = frozenset()
     return [_shard(name, p, cuts[name], mesh, name in twins, again) for name, p in module.named_parameters()]
 
 
-def _shard(name: str, parameter: nn.Parameter, cut: int | None, mesh: Mesh, twin: bool, again: bool) -> Shard:
-    tp, replicate = mesh.axis("tp"), mesh.axis("replicate")
+def _shard(
+    name: str, parameter: nn.Parameter, cut: ParameterCut | None, mesh: Mesh, twin: bool, again: bool
+) -> Shard:  # fmt: skip
+    tp, view = mesh.axis("tp"), mesh.shared
+    replicate, sharing = view.axis("replicate"), view.axis("shard")
     shape, start = list(parameter.shape), [0] * parameter.dim()
+    if cut is not None and cut.axis == "ep":
+        replicate, sharing = mesh.expert.axis("edp_replicate"), mesh.expert.axis("edp_shard")
     if isinstance(parameter, DTensor):
-        start[0] = _first_row(shape[0], mesh)
+        along = parameter.placements[-1]
+        dimension = along.dim if isinstance(along, Shards) else 0
+        start[dimension] = _first(shape[dimension], sharing)
     if cut is not None:
-        start[cut] += tp.rank * shape[cut]
-        shape[cut] *= tp.size
+        axis = mesh.axis(cut.axis)
+        start[cut.dimension] += axis.rank * shape[cut.dimension]
+        shape[cut.dimension] *= axis.size
     partial = cut is None and tp.size > 1
     return Shard(
         name, parameter, tuple(shape), tuple(start), partial,
@@ -74,7 +83,6 @@ def _shard(name: str, parameter: nn.Parameter, cut: int | None, mesh: Mesh, twin
     )  # fmt: skip
 
 
-def _first_row(rows: int, mesh: Mesh) -> int:
-    """Where this rank's rows begin: FSDP cuts dimension 0 as torch.chunk does, the last ranks may have none."""
-    shard = mesh.axis("shard")
-    return min(shard.rank * -(-rows // shard.size), rows)
+def _first(rows: int, sharing: Axis) -> int:
+    """Where this rank's rows begin: FSDP cuts as torch.chunk does, the last ranks may have none."""
+    return min(sharing.rank * -(-rows // sharing.size), rows)

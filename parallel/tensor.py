@@ -10,7 +10,9 @@ scatter     first tokens    last tokens       [T/tp, h]       their sum
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,26 +22,29 @@ from torch import Tensor, nn
 from parallel.collectives import gather_tokens, scatter_sum
 from parallel.mesh import ALONE, Axis
 
+Later = tuple[nn.Parameter, Callable[[], Tensor]]
+"""A weight, and what makes its gradient."""
+
 
 @dataclass
 class LaterGradients:
-    """Products that make the gradients of weights, put off until a pipeline schedule asks for them."""
+    """Gradients of weights, put off until a pipeline schedule asks for them."""
 
-    waiting: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
-    """(weight, input x [T, in], gradient of the output [T, out])."""
+    waiting: list[Later] = field(default_factory=list)
+    """In the order of the backward pass."""
 
-    def take(self) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+    def take(self) -> list[Later]:
         """What has gathered since the last call."""
         taken, self.waiting = self.waiting, []
         return taken
 
     @staticmethod
     @torch.no_grad()
-    def run(products: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
-        """Add each product to its weight's gradient."""
-        for weight, x, grad in products:
-            product = (grad.t() @ x).to(weight.grad_dtype or weight.dtype)
-            weight.grad = product if weight.grad is None else weight.grad.add_(product)
+    def run(gradients: list[Later]) -> None:
+        """Make each and add it to its weight's gradient."""
+        for weight, make in gradients:
+            made = make().to(weight.grad_dtype or weight.dtype)
+            weight.grad = made if weight.grad is None else weight.grad.add_(made)
 
 
 class _LaterLinear(torch.autograd.Function):
@@ -56,12 +61,12 @@ class _LaterLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Gradient of x; the rest waits."""
         (x,) = ctx.saved_tensors
-        ctx.later.waiting.append((ctx.weight, x, grad))
+        ctx.later.waiting.append((ctx.weight, partial(torch.mm, grad.t(), x)))
         return grad @ ctx.weight, None, None
 
 
 class CutLinear(nn.Module):
-    """A linear of which this rank holds some rows or columns; `cuts` says along which dimension of what."""
+    """A linear of which this rank holds some rows or columns; `cut_along` says along which dimension of what."""
 
     def __init__(
         self, columns: int, rows: int, bias: bool, cuts: dict[str, int], later: LaterGradients | None,
@@ -70,7 +75,7 @@ class CutLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns, device=device))
         self.bias = nn.Parameter(torch.empty(rows, device=device)) if bias else None
-        self.cuts, self.later = cuts, later
+        self.cut_along, self.later = cuts, later
 
     def product(self, x: Tensor) -> Tensor:
         """x [T, in] -> x w^T, without the bias."""
@@ -108,7 +113,7 @@ class RowLinear(CutLinear):
 class VocabularyEmbedding(nn.Module):
     """Rows of the table of which this rank holds a share: tokens [T] -> [T/tp, hidden]."""
 
-    cuts: ClassVar[dict[str, int]] = {"weight": 0}
+    cut_along: ClassVar[dict[str, int]] = {"weight": 0}
 
     def __init__(self, rows: int, hidden: int, axis: Axis, device: torch.device | None) -> None:
         super().__init__()
@@ -148,10 +153,25 @@ class Linears:
         return gather_tokens(x, self.axis)
 
 
-def parameter_cuts(module: nn.Module) -> dict[str, int | None]:
-    """Parameter name to the dimension that tensor parallelism cuts; None: every rank holds the whole."""
-    return {
-        f"{prefix}.{name}" if prefix else name: getattr(owner, "cuts", {}).get(name)
-        for prefix, owner in module.named_modules()
-        for name, _ in owner.named_parameters(recurse=False)
-    }
+@dataclass(frozen=True)
+class ParameterCut:
+    """How a parameter is cut, before FSDP cuts what is left."""
+
+    axis: str
+    """tp or ep."""
+    dimension: int
+    """Which dimension."""
+
+
+def parameter_cuts(module: nn.Module) -> dict[str, ParameterCut | None]:
+    """Parameter name to its cut; None: every rank of tp holds the whole.
+
+    A module says in `cut_along` which dimension of its own parameters is cut, in `cut_axis` (tp) among whom.
+    """
+    found: dict[str, ParameterCut | None] = {}
+    for prefix, owner in module.named_modules():
+        axis, cuts = getattr(owner, "cut_axis", "tp"), getattr(owner, "cut_along", {})
+        for name, _ in owner.named_parameters(recurse=False):
+            cut = ParameterCut(axis, cuts[name]) if name in cuts else None
+            found[f"{prefix}.{name}" if prefix else name] = cut
+    return found

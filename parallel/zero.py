@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from parallel.exchange import DirectGather, DirectReduceScatter
 
@@ -90,32 +91,62 @@ class Zero:
             root._root_post_backward_final_callback()
 
 
-def shard(
-    part: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh | None, stage: int, compute: torch.dtype,
-    master: torch.dtype,
-) -> Zero:  # fmt: skip
-    """Shard each block, then what is left of the part; without other ranks nothing is done.
+@dataclass(frozen=True)
+class Sharing:
+    """Which ranks share the parameters of one part of the model, and how."""
 
-    Args:
-        mesh: (shard) or (replicate, shard).
-        compute: dtype of the weights in products.
-        master: dtype of the shards, the gradients' reduction and the optimizer.
-    """
-    if mesh is None:
-        return Zero(stage, None)
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if compute == master else compute, reduce_dtype=master, cast_forward_inputs=False
-    )
-    for module in (*blocks, part):
-        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    sharded = [module for module in (*blocks, part) if isinstance(module, FSDPModule)]
-    for module in sharded:
+    mesh: DeviceMesh | None
+    """(shard) or (replicate, shard); None where nothing is shared."""
+    expert_mesh: DeviceMesh | None
+    """The same for experts."""
+    stage: int
+    """0 to 3."""
+    compute: torch.dtype
+    """Dtype of the weights in products."""
+    master: torch.dtype
+    """Dtype of the shards, the gradients' reduction and the optimizer."""
+
+    def apply(self, module: nn.Module, expert: bool) -> None:
+        """Share the parameters of a module that are not shared yet."""
+        mesh = self.expert_mesh if expert else self.mesh
+        if mesh is None:
+            raise ValueError("the ranks that share these parameters have no groups: make_mesh(..., experts=True)")
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if self.compute == self.master else self.compute, reduce_dtype=self.master,
+            cast_forward_inputs=False,
+        )  # fmt: skip
+        ranks = mesh.size(-1)
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=self.stage == 3, mp_policy=policy,
+            shard_placement_fn=(lambda weight: Shard(_dimension(weight, ranks))) if expert else None,
+        )  # fmt: skip
+        if not isinstance(module, FSDPModule):
+            raise TypeError(f"fully_shard left a {type(module).__name__}")
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        if mesh.device_type == "cpu" and mesh.size(-1) > 1:
+        if mesh.device_type == "cpu" and ranks > 1:
             module.set_custom_all_gather(DirectGather())
             module.set_custom_reduce_scatter(DirectReduceScatter())
-    if stage == 3 and mesh.device_type == "cuda":  # gloo has no stream of its own to gather on meanwhile
-        for module, following in pairwise(sharded[:-1]):
+
+
+def _dimension(weight: nn.Parameter, ranks: int) -> int:
+    """Whole experts to a rank; where they are too few, rows of every expert to each."""
+    return 1 if len(weight) % ranks and weight.shape[1] % ranks == 0 else 0
+
+
+def shard(part: nn.Module, blocks: Sequence[nn.Module], experts: Sequence[nn.Module], sharing: Sharing) -> Zero:
+    """Shard the experts, each block, then what is left of the part; without other ranks nothing is done.
+
+    Args:
+        experts: modules inside the blocks whose parameters are cut over ep.
+    """
+    if sharing.mesh is None:
+        return Zero(sharing.stage, None)
+    for module in (*experts, *blocks, part):
+        sharing.apply(module, expert=module in experts)
+    sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]  # in the order of use
+    if sharing.stage == 3 and sharing.mesh.device_type == "cuda":  # gloo has no stream of its own to gather on
+        for module, following in pairwise(sharded[1:]):
             module.set_modules_to_forward_prefetch([following])
-    return Zero(stage, sharded[-1], mesh.ndim == 2)
+    meshes = [sharing.mesh, *([sharing.expert_mesh] if experts and sharing.expert_mesh else [])]
+    return Zero(sharing.stage, sharded[0], any(mesh.ndim == 2 for mesh in meshes))

@@ -11,7 +11,10 @@ CHOSEN = [
     (2, ["parallel.pp=2", "train.global_batch=64"], 8), (4, ["parallel.pp=4"], 2),
     (2, ["parallel.pp=2", "parallel.schedule=dualpipev"], 2),
     (1, ["train.global_batch=1024"], 32), (1, ["train.global_batch=6", "train.seq_len=16384"], 1),
-    (2, ["train.micro_batch=1"], 1),
+    (2, ["train.micro_batch=1"], 1), (2, ["parallel.cp=2"], 8), (8, ["parallel.cp=2", "parallel.tp=2"], 4),
+    (2, ["parallel.cp=2", "train.global_batch=1024"], 64),
+    (4, ["parallel.cp=2", "parallel.tp=2", "train.seq_len=4"], 8), (2, ["model=moe_nano", "parallel.ep=2"], 4),
+    (4, ["parallel.cp=4", "train.seq_len=65536", "train.steps=1"], 1),
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 from conf.compose import compose
 from conf.problem import Problem
 from conf.schema import Config
+from model.config import MoEConfig
 
 Refusal = Callable[..., str]
 Found = Callable[..., list[Problem]]
@@ -37,10 +38,19 @@ WRONG = [
     ("train.zzzzzz=1", "unknown key `train.zzzzzz`", "train.steps"),
     ("train.steps.more=1", "it has no keys below it", "train.steps="),
     ("model.rope_scaling.fctor=8", "did you mean factor", "original_seq_len"),
+    ("model.moe.exprts=8", "did you mean experts", "top_k"),
+    ("model.moe=8", "section", "model.moe.experts=16"),
+    ("model.moe.balance=biass", "did you mean bias", "model.moe.balance=bias"),
+    ("model.experts=8", "did you mean `model.moe.experts`", "model.moe.experts=8"),
+    ("num_experts_per_tok=2", "did you mean `model.moe.top_k`", "model.moe.top_k=2"),
+    ("context_parallel_size=2", "did you mean `parallel.cp`", "parallel.cp=2"),
+    ("expert_model_parallel_size=2", "did you mean `parallel.ep`", "parallel.ep=2"),
+    ("ep=2", "did you mean `parallel.ep`", "parallel.ep=2"),
+    ("parallel.cp_exchange=allgather", "did you mean all_gather", "parallel.cp_exchange=all_gather"),
     ("model.rope_scaling=3", "section", "model.rope_scaling.factor=8.0"),
     ("data.sources.0.prefx=p", "did you mean prefix", "name, prefix"),
     ("data.sources.0.prefix=p", "nothing gives the list", "data.sources=[{"),
-    ("model=9b", "nano, 125m, 350m, 1b, 3b, 8b", "model=nano"),
+    ("model=9b", "moe_nano, nano, qwen3_30b_a3b, 125m, 350m, 1b, 3b, 8b", "model=nano"),
     ("model=8B", "did you mean 8b", "model=8b"),
     ("model=[8b,9b]", "choices of model", "model="),
     ("model=null", "choices of model", "model=nano"),
@@ -151,6 +161,13 @@ def test_keys_groups_dicts_lists_and_notes_can_be_set() -> None:
     assert config.extra == {"note": "hi", "deep": {"a": [1, {"b": None}]}}
     assert (config.data.sources[0].name, config.data.sources[0].prefix) == ("web", "q")
     assert config.model.rope_scaling is not None and config.model.rope_scaling.factor == 4.0
+
+
+def test_one_key_of_the_experts_makes_a_dense_model_sparse_and_null_a_sparse_one_dense() -> None:
+    assert compose(["model.moe.experts=8"]).model.moe == MoEConfig(experts=8)
+    sparse = compose(["model=moe_nano", "model.moe.experts=8"]).model
+    assert sparse.moe is not None and (sparse.moe.experts, sparse.moe.score) == (8, "sigmoid")
+    assert compose(["model=moe_nano", "model.moe=null"]).model.moe is None
 
 
 def test_a_text_key_keeps_the_characters_that_were_typed() -> None:

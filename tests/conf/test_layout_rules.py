@@ -13,93 +13,19 @@ import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from conf.batch import with_micro_batch
 from conf.compose import attempt, compose
 from conf.convert import from_dict
 from conf.layout_rules import layout_problems
 from conf.problem import Problem
 from conf.resolve import to_dict
 from conf.schema import Config
+from model.config import MoEConfig
 from parallel.action_lists import action_lists
-from parallel.layout import layout_of
+from parallel.layout import Layout, layout_of
 from parallel.schedules import SCHEDULES, schedule_name, split_layers, stages_per_rank
+from tests.conf.cuts import IMPOSSIBLE, MOE, POSSIBLE
 
-DEEP = "model.layers=8"
-IMPOSSIBLE = [
-    # processes, overrides, key, parts of the message
-    (1, ["parallel.tp=2"], "parallel.tp",
-     ["2 * 1 = 2 processes", "torchrun --nproc-per-node 2 train.py", "parallel.tp=1"]),
-    (1, ["parallel.pp=2", "train.micro_batch=4"], "parallel.pp",
-     ["1 * 2 = 2", "start 2 processes", "--nproc-per-node 2"]),
-    (1, ["parallel.tp=2", "parallel.pp=2", "train.micro_batch=4"], "parallel.tp", ["2 * 2 = 4", "--nproc-per-node 4"]),
-    (6, ["parallel.tp=2", "parallel.pp=2", "train.micro_batch=2"], "parallel.pp",
-     ["but it is 6", "start 4 or 8 processes", "parallel.tp=2 parallel.pp=3"]),
-    (5, ["parallel.tp=2", "train.micro_batch=1"], "parallel.tp", ["multiple of 2", "start 4 or 8 processes"]),
-    (2, ["train.micro_batch=8"], "train.micro_batch",
-     ["2 data-parallel ranks", "train.micro_batch=4", "train.global_batch=16", "parallel.tp=2"]),
-    (3, ["train.micro_batch=8"], "train.global_batch",
-     ["3 data-parallel ranks", "train.global_batch=9 train.micro_batch=3", "start 1 process"]),
-    (4, ["train.micro_batch=3"], "train.micro_batch", ["train.global_batch=8", "train.micro_batch=2"]),
-    (8, ["parallel.tp=2", "train.micro_batch=4"], "train.micro_batch",
-     ["8 processes, 2 to a model", "train.micro_batch=2"]),
-    (16, ["train.micro_batch=1"], "train.global_batch", ["16 data-parallel ranks", "16", "start 8 processes"]),
-    (4, ["parallel.replicate=3", "train.micro_batch=2"], "parallel.replicate",
-     ["4 data-parallel", "replicate=2", "replicate=4"]),
-    (2, ["parallel.replicate=4", "train.micro_batch=4"], "parallel.replicate", ["must divide", "replicate=2"]),
-    (4, ["parallel.zero=0", "parallel.replicate=2", "train.micro_batch=2"], "parallel.replicate",
-     ["zero=0, which shares nothing", "replicate=1", "replicate=4", "zero=1"]),
-    (4, ["parallel.tp=4"], "parallel.tp", ["model.kv_heads=2", "parallel.tp=2 parallel.pp=1"]),
-    (2, ["parallel.tp=2", "model.heads=3", "model.kv_heads=3", "model.hidden=240"], "parallel.tp",
-     ["model.heads=3 and model.kv_heads=3", "parallel.tp=1 parallel.pp=2"]),
-    (2, ["parallel.tp=2", "model.ffn=767"], "parallel.tp", ["model.ffn=767", "model.ffn=768"]),
-    (2, ["parallel.tp=2", "model.vocab_multiple=125"], "parallel.tp", ["model.vocab_multiple=125", "=250"]),
-    (2, ["parallel.tp=2", "train.seq_len=255", "train.micro_batch=1"], "parallel.tp",
-     ["1 * 255 = 255", "train.micro_batch=2", "train.seq_len=256"]),
-    (8, ["parallel.pp=8", "train.micro_batch=1"], "parallel.pp", ["8 stages", "model.layers=4", "parallel.pp=4"]),
-    (4, ["parallel.pp=4", "parallel.vpp=2", "train.micro_batch=2"], "parallel.pp", ["2 a rank", "parallel.vpp=null"]),
-    (2, ["parallel.pp=2", "parallel.vpp=4", "train.micro_batch=4"], "parallel.pp", ["8 stages", "parallel.vpp=2"]),
-    (4, ["parallel.pp=4", "parallel.schedule=zbv", "train.micro_batch=1"], "parallel.pp",
-     ["8 stages", "schedule=1f1b"]),
-    (2, ["parallel.vpp=2", "train.micro_batch=4"], "parallel.vpp",
-     ["parallel.pp=1", "parallel.vpp=null", "parallel.pp=2"]),
-    (2, ["parallel.pp=2", "parallel.schedule=1f1b", "parallel.vpp=2", "train.micro_batch=4"], "parallel.vpp",
-     ["one stage", "vpp=null", "schedule=interleaved"]),
-    (2, ["parallel.pp=2", "parallel.schedule=gpipe", "parallel.vpp=2"], "parallel.vpp",
-     ["gpipe", "schedule=interleaved"]),
-    (2, ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.vpp=1", "train.micro_batch=4"], "parallel.vpp",
-     ["at least 2 stages", "schedule=1f1b"]),
-    (2, ["parallel.pp=2", "parallel.schedule=interleaved_zb", "parallel.vpp=1", "train.micro_batch=4"], "parallel.vpp",
-     ["interleaved_zb has at least 2", "vpp=null"]),
-    (2, ["parallel.pp=2", "parallel.schedule=zbv", "parallel.vpp=3", DEEP], "parallel.vpp",
-     ["exactly 2", "interleaved"]),
-    (2, ["parallel.pp=2", "parallel.schedule=dualpipev", "parallel.vpp=1", "train.micro_batch=2"], "parallel.vpp",
-     ["dualpipev has exactly 2", "vpp=null"]),
-    (1, ["parallel.schedule=1f1b"], "parallel.schedule", ["parallel.pp=1", "parallel.schedule=auto"]),
-    (2, ["parallel.schedule=zbv", "train.micro_batch=4"], "parallel.schedule",
-     ["parallel.pp=1", "parallel.tp=1 parallel.pp=2"]),
-    (1, ["parallel.layers_per_stage=[4]"], "parallel.layers_per_stage", ["parallel.pp=1", "layers_per_stage=[]"]),
-    (2, ["parallel.pp=2", "parallel.layers_per_stage=[1,2,1]", "train.micro_batch=4"], "parallel.layers_per_stage",
-     ["3 entries", "2 stages", "[2, 2]"]),
-    (2, ["parallel.pp=2", "parallel.vpp=2", "parallel.layers_per_stage=[2,2]", "train.micro_batch=4"],
-     "parallel.layers_per_stage", ["4 stages", "[1, 1, 1, 1]"]),
-    (2, ["parallel.pp=2", "parallel.layers_per_stage=[1,2]", "train.micro_batch=4"], "parallel.layers_per_stage",
-     ["adds up to 3", "model.layers=4", "[2, 2]"]),
-    (2, ["parallel.pp=2", "train.micro_batch=8"], "train.micro_batch",
-     ["1f1b", "at least 2", "= 1", "train.micro_batch=4", "train.global_batch=16"]),
-    (4, ["parallel.pp=2", "train.micro_batch=4"], "train.micro_batch",
-     ["4 processes, 2 to a model", "train.micro_batch=2"]),
-    (4, ["parallel.pp=4", "parallel.schedule=dualpipev", "train.micro_batch=2", DEEP], "train.micro_batch",
-     ["at least 8 micro-batches", "train.micro_batch=1", "train.global_batch=16"]),
-    (2, ["parallel.pp=2", "parallel.vpp=2", "train.global_batch=10", "train.micro_batch=2"], "train.micro_batch",
-     ["5 micro-batches in 2 equal rounds", "train.micro_batch=1 or train.micro_batch=5", "train.global_batch=8"]),
-    (2, ["parallel.pp=2", "parallel.schedule=interleaved_zb", "train.global_batch=7", "train.micro_batch=1"],
-     "train.micro_batch", ["7 micro-batches in 3", "train.global_batch=6 or train.global_batch=8"]),
-    (2, ["parallel.pp=2", "parallel.schedule=zbv", "train.compile=true"], "train.compile",
-     ["zbv", "train.compile=false"]),
-    (2, ["parallel.pp=2", "parallel.schedule=interleaved_zb", "train.compile=true"], "train.compile",
-     ["cannot split", "parallel.schedule=interleaved"]),
-    (4096, ["model=8b", "train.global_batch=1024", "train.micro_batch=1", "parallel.tp=16", "parallel.pp=8"],
-     "parallel.tp", ["model.kv_heads=8", "parallel.tp=8 parallel.pp=8", "parallel.tp=8 parallel.pp=16"]),
-]  # fmt: skip
 IDS = [f"{case[0]} {' '.join(case[1])}" for case in IMPOSSIBLE]
 
 
@@ -149,42 +75,6 @@ def test_every_proposed_fix_gives_a_cut_that_works(
         assert attempt([*overrides, *each.words], world=each.world)[1] == []
 
 
-POSSIBLE = [
-    (1, []),
-    (1, ["parallel.zero=3", "parallel.vpp=1", "train.recompute=every_n"]),
-    (2, ["train.micro_batch=4"]),
-    (2, ["parallel.tp=2"]),
-    (2, ["parallel.pp=2", "train.micro_batch=4"]),
-    (2, ["parallel.pp=2", "parallel.schedule=gpipe"]),
-    (2, ["parallel.pp=2", "parallel.schedule=interleaved"]),
-    (2, ["parallel.pp=2", "parallel.schedule=interleaved_zb", "train.global_batch=3", "train.micro_batch=1"]),
-    (2, ["parallel.pp=2", "parallel.schedule=zbv"]),
-    (2, ["parallel.pp=2", "parallel.schedule=dualpipev", "train.micro_batch=2"]),
-    (2, ["parallel.pp=2", "parallel.layers_per_stage=[1,3]", "train.micro_batch=4"]),
-    (2, ["parallel.pp=2", "parallel.vpp=2", "parallel.layers_per_stage=[1,1,1,1]"]),
-    (2, ["parallel.pp=2", "parallel.schedule=interleaved", "train.compile=true"]),
-    (3, ["train.global_batch=9", "train.micro_batch=1"]),
-    (3, ["parallel.pp=3", "train.micro_batch=2"]),
-    (4, ["parallel.tp=2", "parallel.pp=2", "train.micro_batch=4"]),
-    (4, ["parallel.tp=2", "train.micro_batch=4", "parallel.zero=0"]),
-    (4, ["parallel.zero=0", "parallel.replicate=4", "train.micro_batch=1"]),
-    (4, ["parallel.zero=2", "parallel.replicate=2", "train.micro_batch=1"]),
-    (4, ["parallel.pp=4", "parallel.schedule=dualpipev", "train.micro_batch=1", DEEP]),
-    (4, ["parallel.pp=4", "parallel.schedule=zbv", DEEP]),
-    (4, ["parallel.pp=4", "parallel.schedule=interleaved", "parallel.vpp=2", "train.micro_batch=4", DEEP]),
-    (4, ["parallel.pp=2", "parallel.vpp=3", "train.micro_batch=1", DEEP]),
-    (5, ["train.global_batch=10", "train.micro_batch=2"]),
-    (6, ["parallel.tp=2", "parallel.pp=3", "train.micro_batch=2"]),
-    (6, ["parallel.tp=2", "train.global_batch=6", "train.micro_batch=2"]),
-    (7, ["train.global_batch=7", "train.micro_batch=1"]),
-    (8, ["parallel.tp=2", "parallel.pp=2", "train.micro_batch=2"]),
-    (8, ["parallel.tp=2", "parallel.pp=2", "train.micro_batch=1", "parallel.schedule=interleaved_zb"]),
-    (8, ["parallel.pp=4", "train.micro_batch=1", "parallel.zero=3"]),
-    (8, ["parallel.tp=2", "parallel.pp=4", "train.micro_batch=2"]),
-    (4096, ["model=70b", "train.global_batch=1024", "train.micro_batch=1", "parallel.tp=8", "parallel.pp=8"]),
-]
-
-
 @pytest.mark.parametrize(("world", "overrides"), POSSIBLE, ids=[f"{case[0]} {' '.join(case[1])}" for case in POSSIBLE])
 def test_a_cut_that_works_is_accepted(world: int, overrides: list[str]) -> None:
     expect_consistent(compose(overrides, world=world), world)
@@ -194,16 +84,31 @@ def expect_consistent(config: Config, world: int) -> None:
     """What an accepted configuration promises to those who build from it."""
     parallel, train, model = config.parallel, config.train, config.model
     layout = layout_of(parallel, world)
-    assert layout.world == world and (layout.tp, layout.pp) == (parallel.tp, parallel.pp)
+    assert layout.world == world and (layout.tp, layout.pp, layout.cp) == (parallel.tp, parallel.pp, parallel.cp)
+    expect_shared_experts(config, layout)
     micro_batches, rest = divmod(train.global_batch, train.micro_batch * layout.dp)
     assert rest == 0 and micro_batches > 0
-    counts = (model.heads, model.kv_heads, model.ffn, model.vocab_multiple, train.micro_batch * train.seq_len)
+    assert layout.cp == 1 or train.seq_len % (2 * layout.cp) == 0
+    counts = [model.heads, model.kv_heads, model.vocab_multiple, train.micro_batch * train.seq_len // layout.cp]
+    sparse = [model.moe is not None and model.moe.is_sparse(n) for n in range(model.layers)]
+    counts += [] if all(sparse) else [model.ffn]
+    counts += [model.moe.shared_ffn] if model.moe and any(sparse) else []
     assert [count for count in counts if count % layout.tp] == []
     stages = layout.pp * stages_per_rank(parallel)
     assert sum(parallel.layers_per_stage or split_layers(model.layers, stages, 0.5, 1.5)) == model.layers
     if layout.pp > 1:
         lists = action_lists(schedule_name(parallel), layout.pp, stages_per_rank(parallel), micro_batches)
         assert len(lists) == layout.pp
+
+
+def expect_shared_experts(config: Config, layout: Layout) -> None:
+    """Each rank has as many experts, and its replicas of them stand among those of the other parameters."""
+    moe, (_, replicas, shards, ep) = config.model.moe, layout.expert_sizes
+    assert layout.pp * replicas * shards * ep == layout.world and (ep == 1 or moe is not None)
+    assert layout.whole or replicas == layout.replicate
+    if moe is not None:
+        assert moe.experts % ep == 0 and any(moe.is_sparse(n) for n in range(config.model.layers))
+        assert moe.top_k <= moe.groups_chosen * moe.experts // moe.groups
 
 
 def test_several_faults_are_reported_at_once() -> None:
@@ -235,6 +140,12 @@ BLURRED = [
     (["model.layers=0", "parallel.pp=4", "train.micro_batch=1"], "parallel.pp"),
     (["parallel.pp=0", "parallel.schedule=zbv", "train.micro_batch=2"], "parallel.schedule"),
     (["parallel.schedule=zbw", "parallel.pp=4", "parallel.vpp=2", "train.micro_batch=1"], "parallel.vpp"),
+    (["parallel.cp=0", "parallel.tp=8"], "train.micro_batch"),
+    (["parallel.cp=two", "parallel.pp=3"], "parallel.pp"),
+    (["parallel.zero=9", MOE, "parallel.ep=8"], "parallel.ep"),
+    (["model.moe=8", "parallel.ep=2"], "parallel.ep"),
+    (["model.moe.experts=0", MOE, "parallel.ep=32"], "parallel.ep"),
+    (["model.moe.experts=many", MOE, "parallel.ep=32"], "parallel.ep"),
     (["parallel.layers_per_stage=[0,4]", "parallel.pp=2", "train.micro_batch=1"], "parallel.layers_per_stage"),
 ]
 
@@ -256,6 +167,8 @@ def test_absurd_numbers_are_answered_at_once() -> None:
     overrides = [
         "parallel.tp=1000000007", "parallel.pp=1000000009", "parallel.vpp=100000", "train.micro_batch=999999937",
         "train.global_batch=999999999989", "model.layers=1000000", "parallel.replicate=1000003",
+        "parallel.cp=1000000021", "parallel.ep=1000000033", "model.moe.experts=1000000087", "model.moe.top_k=999999929",
+        "model.moe.groups=999999893", "model.moe.groups_chosen=999999937", "model.moe.first_dense=999999883",
     ]  # fmt: skip
     started = time.process_time()
     for world in (1, 7, 16384):
@@ -281,13 +194,15 @@ def cannot_run(schedule: str, pp: int, vpp: int, micro_batches: int) -> bool:
     return False
 
 
-def cut_of(layers: int, global_batch: int, micro_batch: int, **parallel: Any) -> Config:
+def cut_of(
+    layers: int, global_batch: int, micro_batch: int, seq_len: int = 256, moe: MoEConfig | None = None, **parallel: Any
+) -> Config:
     """A configuration made without files, for many trials."""
     config = Config()
     return replace(
         config,
-        train=replace(config.train, global_batch=global_batch, micro_batch=micro_batch),
-        model=replace(config.model, layers=layers),
+        train=replace(config.train, global_batch=global_batch, micro_batch=micro_batch, seq_len=seq_len),
+        model=replace(config.model, layers=layers, moe=moe),
         parallel=replace(config.parallel, **parallel),
     )
 
@@ -296,17 +211,22 @@ def applied(config: Config, words: tuple[str, ...]) -> Config:
     raw = to_dict(config)
     for word in words:
         key, _, value = word.partition("=")
-        section, name = key.split(".")
-        raw[section][name] = yaml.safe_load(value)
+        *above, name = key.split(".")
+        node = raw
+        for part in above:
+            node = node[part]
+        node[name] = yaml.safe_load(value)
     return from_dict(raw)
 
 
-def fitting(pp: int, tp: int, dp: int, micro_batches: int, schedule: str, **settings: Any) -> tuple[Config, int]:
+def fitting(
+    pp: int, tp: int, cp: int, dp: int, micro_batches: int, schedule: str, **settings: Any
+) -> tuple[Config, int]:
     """A configuration that divides, and its processes: it is left to the pipeline whether it works."""
     micro_batch = settings["micro_batch"]
     schedule = schedule if pp > 1 else "auto"
     whole = micro_batch * dp * micro_batches
-    return cut_of(**settings, pp=pp, tp=tp, schedule=schedule, global_batch=whole), pp * tp * dp
+    return cut_of(**settings, pp=pp, tp=tp, cp=cp, schedule=schedule, global_batch=whole), pp * tp * cp * dp
 
 
 small: dict[str, st.SearchStrategy[Any]] = {
@@ -317,15 +237,37 @@ small: dict[str, st.SearchStrategy[Any]] = {
     "schedule": st.sampled_from(["auto", *SCHEDULES]),
     "zero": st.integers(0, 3),
 }
+experts = st.builds(
+    MoEConfig,
+    experts=st.integers(1, 12),
+    top_k=st.integers(1, 5),
+    ffn=st.sampled_from([24, 100, 192]),
+    shared_ffn=st.sampled_from([0, 64, 65]),
+    first_dense=st.integers(0, 3),
+    every=st.integers(1, 3),
+    renormalize=st.booleans(),
+    groups=st.integers(1, 4),
+    groups_chosen=st.integers(1, 3),
+    balance=st.sampled_from(["none", "bias", "sequence", "batch"]),
+    bias_rate=st.sampled_from([0.0, 1e-3]),
+    aux_coefficient=st.none() | st.just(1e-3),
+)
 anything = st.builds(
     cut_of,
-    **small,
+    **small | {"micro_batch": st.integers(0, 6)},
     global_batch=st.integers(1, 24),
     tp=st.integers(1, 4),
     replicate=st.integers(1, 4),
+    cp=st.integers(1, 3),
+    cp_exchange=st.sampled_from(["ring", "all_gather"]),
+    ep=st.integers(1, 4),
+    seq_len=st.sampled_from([250, 252, 256]),
+    moe=st.none() | experts,
     layers_per_stage=st.just(()) | st.lists(st.integers(1, 4), max_size=4).map(tuple),
 )
-likely = st.builds(fitting, **small, tp=st.integers(1, 2), dp=st.integers(1, 3), micro_batches=st.integers(1, 9))
+likely = st.builds(
+    fitting, **small, tp=st.integers(1, 2), cp=st.integers(1, 2), dp=st.integers(1, 3), micro_batches=st.integers(1, 9)
+)
 
 
 @settings(max_examples=250, deadline=None, phases=(Phase.explicit, Phase.generate))
@@ -334,7 +276,7 @@ def test_a_cut_is_refused_with_fixes_that_mend_it_or_is_consistent(cut: tuple[Co
     config, world = cut
     problems = layout_problems(config, world)
     if not problems:
-        expect_consistent(config, world)
+        expect_consistent(with_micro_batch(config, world), world)
     for problem in problems:
         proposed = proposals(problem.fix, world)
         left = [layout_problems(applied(config, each.words), each.world) for each in proposed]

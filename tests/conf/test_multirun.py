@@ -50,8 +50,8 @@ def test_choices_multiply_with_the_last_varying_fastest() -> None:
 def test_ranges_globs_lists_and_quoted_text_are_swept() -> None:
     assert labels("run.seed=range(1,7,2)") == ["run.seed=1", "run.seed=3", "run.seed=5"]
     assert labels("optim.lr=range(0,1,0.5)") == ["optim.lr=0.0", "optim.lr=0.5"]
-    assert labels("model=glob(*0*)") == ["model=350m", "model=70b", "model=405b"]
-    assert labels("model=glob(*,exclude=*b)") == ["model=nano", "model=125m", "model=350m"]
+    assert labels("model=glob(*0*)") == ["model=qwen3_30b_a3b", "model=350m", "model=70b", "model=405b"]
+    assert labels("model=glob(*,exclude=*b)") == ["model=moe_nano", "model=nano", "model=125m", "model=350m"]
     assert labels("metrics.wandb_tags=[a,b],[c]") == ["metrics.wandb_tags=[a,b]", "metrics.wandb_tags=[c]"]
     assert labels("run.name='a,b',c") == ["run.name='a,b'", "run.name=c"]
 

@@ -15,6 +15,7 @@ from conf.convert import from_dict
 from conf.resolve import (
     FREE,
     changes,
+    differing,
     flatten,
     is_free,
     run_directory,
@@ -27,6 +28,7 @@ from conf.schema import Config
 from conf.tree import element, leaves, optional
 
 LEAVES = {key: leaf for key, leaf in leaves().items() if key != "extra"}
+OPTIONAL = ("model.rope_scaling", "model.moe")
 
 
 def varied(key: str) -> Any:
@@ -45,19 +47,20 @@ def varied(key: str) -> Any:
         return [1]
     if key == "data.sources":
         return [{"name": "a", "prefix": "p"}]
-    if key == "model.rope_scaling":
+    if key in OPTIONAL:
         return {}
     return next((choice for choice in get_args(kind) if choice != leaf.default), None)
 
 
 def with_value(key: str, value: Any) -> Config:
     raw = to_dict(Config())
-    raw["model"]["rope_scaling"] = {} if key.startswith("model.rope_scaling.") else None
-    section = raw
+    for section in OPTIONAL:
+        raw["model"][section.split(".")[1]] = {} if key.startswith(section + ".") else None
+    node = raw
     *above, name = key.split(".")
     for part in above:
-        section = section[part]
-    section[name] = value
+        node = node[part]
+    node[name] = value
     return from_dict(raw)
 
 
@@ -100,7 +103,7 @@ def test_tokens_are_rounded_down_to_whole_steps() -> None:
 
 
 def test_flattened_keys_are_the_schemas_keys() -> None:
-    below = {key for key in LEAVES if key.startswith("model.rope_scaling.")}
+    below = {key for key in LEAVES if key.rpartition(".")[0] in OPTIONAL}
     assert set(flatten(Config())) == set(LEAVES) - below
     assert flatten(compose(["+extra.a={b: 1}"]))["extra.a"] == {"b": 1}
 
@@ -111,7 +114,16 @@ def test_yaml_text_that_hydra_would_read_as_a_number_is_quoted() -> None:
 
 
 def test_the_yaml_is_an_experiment_that_composes_to_the_same_config(tmp_path: Path) -> None:
-    config = compose(["model=8b", "optim.lr=1e-5", "train.tokens=500000", "run.name=007", "metrics.wandb_tags=[x]"])
+    config = compose(
+        [
+            "model=8b",
+            "model.moe.experts=4",
+            "optim.lr=1e-5",
+            "train.tokens=500000",
+            "run.name=007",
+            "metrics.wandb_tags=[x]",
+        ]
+    )
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "again.yaml").write_text("# @package _global_\n" + to_yaml(config))
     assert compose(["experiment=again"], str(tmp_path)) == config
@@ -131,12 +143,34 @@ def test_the_same_config_has_no_changes() -> None:
 
 
 def test_the_cut_and_what_is_recomputed_may_change_and_leave_the_name_alone() -> None:
-    before = compose(["train.micro_batch=2"])
-    cut = ["parallel.tp=2", "parallel.pp=2", "parallel.zero=3", "train.recompute=full", "train.recompute_n=3"]
-    after = compose(["train.micro_batch=2", *cut], world=8)
+    before = compose(["model=moe_nano", "train.micro_batch=2"])
+    cut = [
+        "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.cp_exchange=all_gather", "parallel.ep=2",
+        "parallel.zero=3", "train.recompute=full", "train.recompute_n=3",
+    ]  # fmt: skip
+    after = compose(["model=moe_nano", "train.micro_batch=2", *cut], world=8)
     free, refused = changes(to_dict(before), after)
     assert {each.key for each in free} == {override.split("=")[0] for override in cut}
     assert refused == [] and run_name(before) == run_name(after)
+
+
+def test_changes_below_an_optional_section_are_told_key_by_key() -> None:
+    old = to_dict(compose(["model=moe_nano"]))
+    del old["model"]["moe"]["z_loss"]
+    free, refused = changes(old, compose(["model=moe_nano", "model.moe.bias_rate=2e-3", "model.moe.top_k=2"]))
+    assert (free, [str(each) for each in refused]) == (
+        [], ["model.moe.top_k: 4 -> 2", "model.moe.bias_rate: 0.001 -> 0.002"],
+    )  # fmt: skip
+    assert changes(old, compose(["model=moe_nano"])) == ([], [])
+    assert [each.key for each in changes(old, compose(["model=moe_nano", "model.moe=null"]))[1]] == ["model.moe"]
+    assert differing(old, to_dict(compose(["model=moe_nano", "model.moe.every=2"]))) == ["model.moe.every"]
+
+
+@pytest.mark.parametrize("allowed", ["model.moe", "model.moe.*", "model.moe.bias_rate"])
+def test_a_key_of_an_optional_section_may_be_allowed_alone_or_with_the_section(allowed: str) -> None:
+    old = to_dict(compose(["model=moe_nano"]))
+    new = compose(["model=moe_nano", "model.moe.bias_rate=0", f"checkpoint.allow=[{allowed}]"])
+    assert changes(old, new)[1] == []
 
 
 def test_a_key_named_in_checkpoint_allow_may_change() -> None:

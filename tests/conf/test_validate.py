@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from conf.compose import attempt, compose
+from conf.groups import read_groups
 from conf.machine import has_wandb_login, usable_cores
+from conf.moe_rules import layout_dependent
 from conf.problem import Problem
 from conf.schema import Config
 from conf.tree import element, leaves, optional
@@ -18,6 +21,7 @@ from conf.validate import RANGES, problems
 
 Found = Callable[..., list[Problem]]
 
+MOE = "model=moe_nano"
 SOURCE = "data.sources=[{name: web, prefix: p}]"
 BROKEN = [
     # overrides, key, part of the rule, part of the fix
@@ -82,6 +86,16 @@ BROKEN = [
     (["parallel.replicate=0"], "parallel.replicate", "at least 1", "parallel.replicate=1"),
     (["parallel.timeout=0"], "parallel.timeout", "at least 1", "parallel.timeout=600"),
     (["parallel.layers_per_stage=[2,0,2]"], "parallel.layers_per_stage", "each item must be at least 1", "=[]"),
+    (["parallel.cp=0"], "parallel.cp", "at least 1", "parallel.cp=1 (the default)"),
+    (["parallel.ep=0"], "parallel.ep", "at least 1", "parallel.ep=1 (the default)"),
+    ([MOE, "model.moe.experts=0"], "model.moe.experts", "at least 1", "=16 (the default)"),
+    ([MOE, "model.moe.ffn=0"], "model.moe.ffn", "at least 1", "=192 (the default)"),
+    ([MOE, "model.moe.shared_ffn=-8"], "model.moe.shared_ffn", "at least 0", "=0 (the default)"),
+    ([MOE, "model.moe.every=0"], "model.moe.every", "at least 1", "=1 (the default)"),
+    ([MOE, "model.moe.scale=0"], "model.moe.scale", "above 0", "=1.0 (the default)"),
+    ([MOE, "model.moe.bias_rate=-1"], "model.moe.bias_rate", "at least 0", "=0.001 (the default)"),
+    ([MOE, "model.moe.aux_coefficient=-1"], "model.moe.aux_coefficient", "at least 0", "model.moe.aux_coefficient=0"),
+    ([MOE, "model.moe.capacity_factor=0"], "model.moe.capacity_factor", "above 0", "=null (the default)"),
     (["train.threads=100000"], "train.threads", "core", "train.threads="),
     (["+extra.api_key=abc"], "extra.api_key", "secret", "environment"),
     (["+extra.a={hfToken: abc}"], "extra.a.hfToken", "secret", "environment"),
@@ -114,7 +128,68 @@ def test_a_setting_at_the_edge_of_a_rule_is_accepted(found: Found, overrides: li
     assert found(*overrides) == []
 
 
-@pytest.mark.parametrize("model", ["nano", "125m", "350m", "1b", "3b", "8b", "70b", "405b"])
+BROKEN_EXPERTS = [
+    # overrides of moe_nano, key, part of the rule, the fixes
+    (["model.moe.top_k=17"], "model.moe.top_k", "model.moe.experts=16",
+     ["model.moe.top_k=16", "model.moe.experts=17"]),
+    (["model.moe.groups=3"], "model.moe.groups", "must divide model.moe.experts=16",
+     ["model.moe.groups=2", "model.moe.groups=4", "model.moe.experts=18"]),
+    (["model.moe.groups=16", "model.moe.groups_chosen=8"], "model.moe.groups", "2 experts at least",
+     ["model.moe.groups=8", "model.moe.experts=32"]),
+    (["model.moe.groups=2", "model.moe.groups_chosen=3"], "model.moe.groups_chosen", "model.moe.groups=2",
+     ["model.moe.groups_chosen=2", "model.moe.groups=4"]),
+    (["model.moe.groups_chosen=2"], "model.moe.groups_chosen", "model.moe.groups=1",
+     ["model.moe.groups_chosen=1", "model.moe.groups=2"]),
+    (["model.moe.groups=8"], "model.moe.top_k", "1 * 2 = 2 experts",
+     ["model.moe.top_k=2", "model.moe.groups_chosen=2", "model.moe.groups=4"]),
+    (["model.moe.first_dense=4"], "model.moe.first_dense", "leaves no block with experts: model.layers=4",
+     ["model.moe.first_dense=3", "model.layers=5"]),
+    (["model.moe.balance=none", "model.moe.aux_coefficient=0.01"], "model.moe.aux_coefficient", "balance=none",
+     ["model.moe.aux_coefficient=null", "model.moe.balance=sequence"]),
+    (["model.moe.balance=sequence", "model.moe.bias_rate=0.01"], "model.moe.bias_rate", "balance=sequence",
+     ["model.moe.bias_rate=0.001", "model.moe.balance=bias"]),
+    (["model.moe.top_k=1"], "model.moe.renormalize", "router learns nothing",
+     ["model.moe.renormalize=false", "model.moe.top_k=2"]),
+    (["model.moe.ffn=100"], "model.moe.ffn", "multiple of 8", ["model.moe.ffn=96", "model.moe.ffn=104"]),
+    (["model.hidden=260", "model.heads=2"], "model.hidden", "multiple of 8", ["model.hidden=256", "model.hidden=264"]),
+]  # fmt: skip
+EXPERTS_IDS = [" ".join(case[0]) for case in BROKEN_EXPERTS]
+
+
+@pytest.mark.parametrize(("overrides", "key", "rule", "fixes"), BROKEN_EXPERTS, ids=EXPERTS_IDS)
+def test_experts_that_cannot_be_are_answered_with_the_rule_and_with_fixes_that_work(
+    found: Found, overrides: list[str], key: str, rule: str, fixes: list[str]
+) -> None:
+    (problem,) = found(MOE, *overrides)
+    assert problem.key == key and rule in problem.rule
+    assert re.split(r",? or ", problem.fix.removeprefix("write ")) == fixes
+    assert [left for fix in fixes for left in found(MOE, *overrides, fix)] == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.moe.balance=none"], ["model.moe.balance=batch", "model.moe.capacity_factor=1.25"],
+        ["model.moe.score=softmax"], ["model.moe.groups=4", "model.moe.groups_chosen=2"], ["model.moe.top_k=16"],
+        ["model.moe.top_k=1", "model.moe.renormalize=false", "model.moe.score=softmax"], ["model.moe.bias_rate=0"],
+        ["model.moe.balance=bias", "model.moe.aux_coefficient=1e-4"], ["model.moe.every=9"],
+        ["model.moe.first_dense=3"], ["model.moe.groups=2", "model.moe.groups_chosen=2", "model.moe.top_k=16"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_experts_at_the_edge_of_a_rule_are_accepted(found: Found, overrides: list[str]) -> None:
+    assert found(MOE, *overrides) == []
+
+
+def test_what_depends_on_the_layout_is_told_in_sentences() -> None:
+    assert layout_dependent(compose([MOE]).model) == layout_dependent(compose([]).model) == []
+    model = compose([MOE, "model.moe.balance=batch", "model.moe.capacity_factor=1.5"]).model
+    batch, capacity = layout_dependent(model)
+    assert batch.startswith("model.moe.balance=batch: ") and "layout" in batch
+    assert capacity.startswith("model.moe.capacity_factor=1.5: ") and "layout" in capacity
+
+
+@pytest.mark.parametrize("model", read_groups().choices["model"])
 def test_every_model_of_the_repository_keeps_the_rules(found: Found, model: str) -> None:
     assert found(f"model={model}") == []
 

@@ -47,6 +47,8 @@ def test_a_difference_is_a_fault_with_a_name_and_exit_code_1(monkeypatch, capsys
     [
         (["parallel.tp=3", "--ranks", "2"], "parallel.tp=3"), (["--ranks", "1"], "--ranks 1"),
         (["parallel.ttp=2", "--ranks", "2"], "parallel.ttp"),
+        (["model=moe_nano", "model.moe.balance=batch", "--ranks", "2"], "write model.moe.balance=sequence"),
+        (["model=moe_nano", "model.moe.capacity_factor=1.5", "--ranks", "2"], "model.moe.capacity_factor=1.5"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(capsys, words, wrong):
@@ -61,6 +63,7 @@ def test_options_are_checked(words):
     assert ended.value.code == 2
 
 
+OWN_DATA = ["data.corpus=null", "data.sources=[{name: a, prefix: b}]"]
 SHRUNK = {
     "405b": (64, ["model=405b", "data.corpus=null", "data.sources=[{name: a, prefix: b}]", "parallel.tp=8",
                   "parallel.pp=8", "train.global_batch=64", "train.seq_len=8192"]),
@@ -70,6 +73,18 @@ SHRUNK = {
     "a window and a table": (2, ["model.window=64", "model.tied_embeddings=true", "model.hidden=768"]),
     "uneven stages": (4, ["parallel.pp=4", "model.layers=10", "parallel.layers_per_stage=[3,3,3,1]",
                           "train.global_batch=32"]),
+    "cp and tp": (8, ["parallel.cp=4", "parallel.tp=2", "train.seq_len=4096", "train.global_batch=32"]),
+    "cp alone": (3, ["parallel.cp=3", "train.seq_len=6", "train.micro_batch=1"]),
+    "mixtral": (16, ["model=mixtral_8x7b", *OWN_DATA, "parallel.ep=8", "parallel.tp=2", "train.global_batch=64"]),
+    "qwen3": (64, ["model=qwen3_30b_a3b", *OWN_DATA, "parallel.ep=16", "parallel.cp=2", "parallel.pp=4",
+                   "train.seq_len=8192", "train.global_batch=256"]),
+    "deepseek": (8, ["model=deepseek_moe_16b", *OWN_DATA, "parallel.ep=4", "parallel.tp=2", "parallel.pp=2",
+                     "parallel.vpp=2", "train.global_batch=64"]),
+    "groups": (3, ["model=moe_nano", "parallel.ep=3", "model.moe.experts=24", "model.moe.groups=4",
+                   "model.moe.groups_chosen=2", "train.global_batch=9"]),
+    "many groups, every third block": (2, ["model=moe_nano", "model.layers=12", "model.moe.every=3",
+                                           "model.moe.experts=64", "model.moe.groups=8", "model.moe.groups_chosen=4"]),
+    "an expert a rank": (2, ["model=moe_nano", "parallel.ep=2", "model.moe.experts=2", "model.moe.top_k=2"]),
     "few micro-batches": (4, ["parallel.pp=2", "parallel.schedule=interleaved_zb", "train.global_batch=16",
                               "train.micro_batch=4"]),
 }  # fmt: skip
@@ -86,7 +101,29 @@ def test_a_configuration_made_small_keeps_its_structure_and_can_be_run(world, ov
     assert b.heads // b.kv_heads == min(4, a.heads // a.kv_heads)
     assert (a.window is None, a.tied_embeddings, a.bias) == (b.window is None, b.tied_embeddings, b.bias)
     assert (a.hidden > a.heads * (a.head_dim or a.hidden // a.heads)) == (b.hidden > b.heads * (b.head_dim or 0))
+    assert_same_kind_of_experts(whole, small)
     assert b.layers <= 18 and b.hidden <= 1024 and small.train.seq_len <= 512
+
+
+def assert_same_kind_of_experts(whole, small):
+    a, b, ep = whole.model.moe, small.model.moe, whole.parallel.ep
+    assert (a is None) == (b is None)
+    if a is None:
+        return
+    kept = ("every", "score", "renormalize", "scale", "balance", "aux_coefficient", "z_loss")
+    assert [getattr(a, name) for name in kept] == [getattr(b, name) for name in kept]
+    assert b.experts % ep == 0 and b.experts >= min(2 * ep, a.experts) and b.experts <= max(24, 2 * ep)
+    assert min(a.top_k, 2) <= b.top_k <= 3 and (b.top_k < b.experts) == (a.top_k < a.experts)
+    assert (b.groups > 1, b.groups_chosen < b.groups) == (a.groups > 1, a.groups_chosen < a.groups)
+    assert (b.shared_ffn > 0, b.first_dense > 0) == (a.shared_ffn > 0, a.first_dense > 0)
+    assert any(b.is_sparse(layer) for layer in range(1, small.model.layers)) or a.every > small.model.layers
+
+
+def test_what_takes_part_in_a_proof_is_named():
+    config = compose(["model=moe_nano", "parallel.ep=2", "parallel.cp=2"], world=2, here=False)
+    said = list(verify._covered(config, 2))
+    assert "sequences shared by 2 ranks (ring)" in said
+    assert "16 experts on 2 ranks, 4 for a token, balance bias" in said
 
 
 def test_a_missing_or_differing_tensor_is_found_by_name():

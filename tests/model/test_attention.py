@@ -12,7 +12,7 @@ from model import attention_kernels
 from model.attention import Attention, _first_seen, attention_context
 from model.config import ModelConfig
 from model.rope import inverse_wavelengths
-from parallel.tensor import Linears
+from parallel.cuts import Cuts
 
 
 def document_positions(lengths):
@@ -70,7 +70,7 @@ CASES = {
 def test_blocked_attention_and_its_gradients_equal_the_formula(lengths, seq_len, window, documents):
     torch.manual_seed(0)
     config = ModelConfig(hidden=24, heads=4, kv_heads=2, head_dim=6, window=window)
-    module = filled(Attention(config, Linears()))
+    module = filled(Attention(config, Cuts()))
     positions = document_positions(lengths)
     context = attention_context(
         positions, borders(lengths), seq_len, inverse_wavelengths(6, 10000.0),
@@ -89,7 +89,7 @@ def test_blocked_attention_and_its_gradients_equal_the_formula(lengths, seq_len,
 @pytest.mark.parametrize("lengths, seq_len, window, documents", CASES.values(), ids=CASES.keys())
 def test_the_fused_path_equals_the_blocked_one(lengths, seq_len, window, documents):
     torch.manual_seed(0)
-    module = filled(Attention(ModelConfig(hidden=24, heads=4, kv_heads=2, head_dim=6), Linears()))
+    module = filled(Attention(ModelConfig(hidden=24, heads=4, kv_heads=2, head_dim=6), Cuts()))
     positions = document_positions(lengths)
     context = attention_context(
         positions, borders(lengths), seq_len, inverse_wavelengths(6, 10000.0),
@@ -98,7 +98,7 @@ def test_the_fused_path_equals_the_blocked_one(lengths, seq_len, window, documen
     shape = (context.batch, seq_len, 2, 4, 6)
     q, k, v = torch.randn(shape, dtype=torch.float64).split([2, 1, 1], dim=3)
     k, v = k.squeeze(3), v.squeeze(3)
-    first = _first_seen(positions.view(-1, seq_len), window)
+    first = _first_seen(positions.view(-1, seq_len), torch.arange(seq_len), window)
     torch.testing.assert_close(
         module._fused(q, k, v, replace(context, first=first)), module._blocked(q, k, v, context), rtol=1e-10, atol=1e-12
     )
@@ -115,7 +115,7 @@ def test_probabilities_kept_or_made_again_give_the_same_gradients(monkeypatch):
     grads = []
     for limit in (1024, 100):
         monkeypatch.setattr(attention_kernels, "_KEEP_UP_TO", limit)
-        out = attention_kernels.blocked_attention(q, k, v, context.masks)
+        out = attention_kernels.blocked_attention(q, k, v, context.blocks)
         grads.append(torch.autograd.grad(out.square().sum(), tensors))
     for kept, again in zip(*grads, strict=True):
         assert torch.equal(kept, again)
@@ -132,5 +132,5 @@ def test_the_call_of_the_cuda_kernel_fits_its_signature():
     ]  # fmt: skip
     assert len(calls) == 1
     starred = sum(isinstance(a, ast.Starred) for a in calls[0].args)
-    positional = [None] * (len(calls[0].args) - starred + 3 * starred)
+    positional = [None] * (len(calls[0].args) - starred + 2 * starred)  # pairs are starred
     inspect.signature(varlen_attn).bind(*positional, **{str(k.arg): None for k in calls[0].keywords})

@@ -10,7 +10,7 @@ from conf.compose import compose
 from model.build import build
 from model.config import ModelConfig, RopeScaling
 from model.flops import squared_lengths, step_flops
-from model.hf import from_llama
+from model.hf import from_hf
 from model.transformer import Decoder, count_parameters
 
 TINY = ModelConfig(hidden=48, layers=2, heads=4, kv_heads=2, ffn=64, vocab_size=90)
@@ -116,7 +116,7 @@ def test_logits_equal_those_of_transformers_llama(options):
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64) if rope else None,
     )  # fmt: skip
     model = Decoder(config)
-    model.load_state_dict(from_llama(llama.state_dict(), config))
+    model.load_state_dict(from_hf(llama.state_dict(), config))
     tokens = torch.randint(0, c.vocab_size, (2, 300))
     with torch.no_grad():
         theirs = llama(input_ids=tokens).logits.flatten(0, 1)

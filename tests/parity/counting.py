@@ -65,7 +65,7 @@ def started(ranks, config):
     device = torch.device("cpu")
     with joined(ranks, device, 60) as everyone:
         machine = set_up_machine("cpu", 0, 1, 1, config.precision, 1.0, "highest", lambda _: None)
-        mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device, 60)
+        mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device, 60, config.model.moe is not None)
         yield Engine(config, config.model, mesh, machine, StepClock(device)), mesh, everyone
 
 

@@ -1,0 +1,19 @@
+"""What every block needs to know of one micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model.attention import AttentionContext
+
+
+@dataclass(frozen=True)
+class BlockContext:
+    """Shared by the layers in one forward pass."""
+
+    attention: AttentionContext
+    """Masks and rotary angles."""
+    seq_len: int
+    """Tokens of a sequence on this context-parallel rank."""
+    share: float
+    """1 / tokens of the step: what a token weighs in losses that are means over all tokens."""
