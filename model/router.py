@@ -19,6 +19,7 @@ from model.config import ModelConfig, MoEConfig
 from model.context import BlockContext
 from parallel.collectives import add_up
 from parallel.cuts import Cuts
+from parallel.expert import histogram
 
 
 class Routing(NamedTuple):
@@ -101,7 +102,7 @@ class Router(nn.Module):
         if self.moe.balance != "batch":
             groups = -(-local * self.tp.size // context.seq_len)
             of_token = (torch.arange(local, device=shares.device) + self.tp.rank * local) // context.seq_len
-        pairs = _histogram((of_token[:, None] * count + experts).flatten(), groups * count).to(shares.dtype)
+        pairs = histogram((of_token[:, None] * count + experts).flatten(), groups * count).to(shares.dtype)
         add_up([pairs], self.tokens)
         often = pairs.view(groups, count) * (groups / (experts.numel() * self.tokens.size))
         return self.moe.balance_coefficient * count * context.share * (often[of_token] * shares).sum()
@@ -111,7 +112,7 @@ class Router(nn.Module):
         """Add to the tally: loads [E], entropy of the shares [T, E] summed over tokens, losses, dropped pairs."""
         dropped = torch.zeros_like(z_loss) if routing.kept is None else (~routing.kept).sum()
         sums = (torch.special.entr(shares).sum(), balance_loss, z_loss, dropped)
-        loads = _histogram(routing.experts.flatten(), self.moe.experts)
+        loads = histogram(routing.experts.flatten(), self.moe.experts)
         self.tally += torch.cat([loads.to(self.tally.dtype), torch.stack([s.to(self.tally.dtype) for s in sums])])
 
 
@@ -163,16 +164,11 @@ def within_capacity(experts: Tensor, scores: Tensor, moe: MoEConfig) -> Tensor |
     capacity = math.ceil(moe.capacity_factor * flat.numel() / moe.experts)
     order = scores.flatten().argsort(descending=True, stable=True)
     order = order[flat[order].argsort(stable=True)]  # by expert, within one by score
-    counts = _histogram(flat, moe.experts)
+    counts = histogram(flat, moe.experts)
     starts = (counts.cumsum(0) - counts)[flat[order]]
     kept = torch.empty_like(flat, dtype=torch.bool)
     kept[order] = torch.arange(len(flat), device=flat.device) - starts < capacity
     return kept.view_as(experts)
-
-
-def _histogram(values: Tensor, count: int) -> Tensor:
-    """How often each of 0 .. count - 1 occurs, [count] int64; bincount on CUDA would wait for the device."""
-    return torch.zeros(count, dtype=torch.int64, device=values.device).scatter_add_(0, values, torch.ones_like(values))
 
 
 class _WideLinear(torch.autograd.Function):

@@ -39,7 +39,7 @@ def sort_pairs(experts: Tensor, kept: Tensor | None, count: int) -> Pairs:
     if kept is not None:  # behind all others
         flat = flat.where(kept.flatten(), count)
     order = flat.argsort(stable=True)
-    counts = _histogram(flat, count + 1)[:count]
+    counts = histogram(flat, count + 1)[:count]
     if kept is not None:
         order = order[: int(counts.sum())]
     place = torch.full_like(flat, len(order))
@@ -47,7 +47,7 @@ def sort_pairs(experts: Tensor, kept: Tensor | None, count: int) -> Pairs:
     return Pairs(order // experts.shape[1], place.view_as(experts), order, counts)
 
 
-def _histogram(values: Tensor, count: int) -> Tensor:
+def histogram(values: Tensor, count: int) -> Tensor:
     """How often each of 0 .. count - 1 occurs, [count] int64; bincount on CUDA would wait for the device."""
     ones = torch.ones_like(values)
     return torch.zeros(count, dtype=torch.int64, device=values.device).scatter_add_(0, values, ones)
