@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.attention_kernels import Blocks, masked_scores
-from parallel.context import chunk_length, circulate, finish, own_chunks, pass_on
+from parallel.context import chunk_length, circulate, own_chunks, pass_on
+from parallel.exchange import wait_all
 from parallel.mesh import Axis
 
 MOST_KEYS = 512
@@ -89,10 +90,10 @@ class _Ring(torch.autograd.Function):
         for step, current in enumerate(circulate(kv, ctx.axis)):
             part = parts[step % 2].zero_()  # the other one may still be on its way
             ctx.products.differentiate(step, saved, current, dq, part)
-            finish(work)
+            wait_all(work)
             part += summed
             work = pass_on(part, summed, ctx.axis, tag=1)
-        finish(work)
+        wait_all(work)
         return dq.to(q.dtype), summed.to(kv.dtype), None, None
 
 

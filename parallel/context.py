@@ -12,13 +12,14 @@ circulate        rank r's tensor -> r + 1 -> r + 2 ...; the next one arrives whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import gather_tokens
+from parallel.exchange import wait_all
 from parallel.mesh import Axis
 
 
@@ -76,12 +77,6 @@ def pass_on(send: Tensor, receive: Tensor, axis: Axis, tag: int = 0) -> list[dis
     )
 
 
-def finish(work: Sequence[dist.Work]) -> None:
-    """Wait for messages."""
-    for each in work:
-        each.wait()
-
-
 def circulate(own: Tensor, axis: Axis) -> Iterator[Tensor]:
     """This rank's tensor, then those of rank - 1, rank - 2 ... in turn, each while the next is on its way.
 
@@ -93,7 +88,7 @@ def circulate(own: Tensor, axis: Axis) -> Iterator[Tensor]:
         coming = spare[step % 2]
         work = pass_on(current, coming, axis)
         yield current
-        finish(work)
+        wait_all(work)
         current = coming
     yield current
 

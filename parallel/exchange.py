@@ -19,7 +19,7 @@ Works = list[dist.Work | None]
 """Messages on their way."""
 
 
-def wait_all(works: Works) -> None:
+def wait_all(works: Sequence[dist.Work | None]) -> None:
     """Wait until all have arrived."""
     for each in works:
         if each is not None:

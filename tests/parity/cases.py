@@ -6,6 +6,9 @@ import pytest
 
 from conf.schema import Config, TrainConfig
 from data.config import DataConfig
+from launch.tolerance import TOLERANCES
+from launch.trial import run_trial
+from launch.verify import compare
 from model.config import ModelConfig, MoEConfig
 from optim.config import OptimConfig, ScheduleConfig
 from parallel.config import ParallelConfig
@@ -107,3 +110,12 @@ def cases(layouts, quick):
         pytest.param(*values, id=name, marks=() if name in quick else pytest.mark.soak)
         for name, values in layouts.items()
     ]
+
+
+def check(reference, corpus, config, ranks):
+    """A configuration on so many ranks against one process, within the published tolerance."""
+    tolerance = TOLERANCES[config.precision.name]
+    other = run_trial(config, corpus, ranks, STEPS, tolerance.steps)
+    comparison = compare(reference(config), other, tolerance)
+    assert comparison.faults == [], comparison.faults
+    assert len(comparison.steps) == STEPS

@@ -2,11 +2,8 @@
 
 import pytest
 
-from launch.tolerance import TOLERANCES
-from launch.trial import run_trial
-from launch.verify import compare
 from parallel.config import ParallelConfig as P
-from tests.parity.cases import GROUPED, MODEL, MOE, STEPS, TIED, cases, config_of, pipe
+from tests.parity.cases import GROUPED, MODEL, MOE, TIED, cases, check, config_of, pipe
 
 
 def gathered(**sizes):
@@ -53,12 +50,6 @@ QUICK = {
     "ep4", "ep2 dp2 zero3 full", "ep2 pp2 interleaved_zb zero3", "ep4 over tp2 dp2", "ep2 dp4 zero0", "cp2 gather",
     "cp4 ring", "cp2 tp2 ring", "pp2 cp2 tp2 ep2",
 }  # fmt: skip
-
-
-def check(reference, corpus, config, ranks):
-    tolerance = TOLERANCES[config.precision.name]
-    other = run_trial(config, corpus, ranks, STEPS, tolerance.steps)
-    assert compare(reference(config), other, tolerance).faults == []
 
 
 @pytest.mark.parametrize("ranks, parallel, model, recompute", cases(LAYOUTS, QUICK))

@@ -4,18 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.tolerance import TOLERANCES
-from launch.trial import run_trial
-from launch.verify import compare
-from tests.parity.cases import LAYOUTS, MODEL, QUICK, STEPS, cases, config_of, pipe
-
-
-def check(reference, corpus, config, ranks):
-    tolerance = TOLERANCES[config.precision.name]
-    other = run_trial(config, corpus, ranks, STEPS, tolerance.steps)
-    comparison = compare(reference(config), other, tolerance)
-    assert comparison.faults == []
-    assert len(comparison.steps) == STEPS
+from tests.parity.cases import LAYOUTS, MODEL, QUICK, cases, check, config_of, pipe
 
 
 @pytest.mark.parametrize("ranks, parallel, model, recompute", cases(LAYOUTS, QUICK))

@@ -2,11 +2,8 @@
 
 import pytest
 
-from launch.tolerance import TOLERANCES
-from launch.trial import run_trial
-from launch.verify import compare
 from parallel.config import ParallelConfig as P
-from tests.parity.cases import MODEL, STEPS, TIED, cases, config_of, pipe
+from tests.parity.cases import MODEL, TIED, cases, check, config_of, pipe
 
 QUICK = {"dp2 zero1", "tp2", "pp2", "pp2 dp2 interleaved_zb zero2", "hsdp 2x2 zero2", "tp2 pp2"}
 LAYOUTS = {
@@ -31,6 +28,4 @@ LAYOUTS = {
 @pytest.mark.parametrize("ranks, parallel, model, recompute", cases(LAYOUTS, QUICK))
 def test_a_layout_stays_within_the_tolerance(reference, trial_corpus, ranks, parallel, model, recompute, precision):
     config = config_of(parallel, ranks, model, precision, recompute)
-    tolerance = TOLERANCES[precision]
-    comparison = compare(reference(config), run_trial(config, trial_corpus, ranks, STEPS, tolerance.steps), tolerance)
-    assert comparison.faults == []
+    check(reference, trial_corpus, config, ranks)
