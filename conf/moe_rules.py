@@ -123,6 +123,14 @@ def _constant_weight(cut: Cut) -> Fault | None:
     return Fault("model.moe.renormalize", rule, ("model.moe.top_k",), lambda: cures)
 
 
+def _biases(cut: Cut) -> Fault | None:
+    if cut.moe is None or not cut.config.model.bias:
+        return None
+    rule = "experts have no biases, and a model has them in all of its linears or in none"
+    cures = [just("model.bias", False), just("model.moe", None)]
+    return Fault("model.bias", rule, ("model.moe",), lambda: cures)
+
+
 def _rows(key: str) -> Rule:
     """The rule that rows of grouped products are whole pieces of 16 bytes in bf16."""
 
@@ -142,7 +150,7 @@ def _rows(key: str) -> Rule:
 
 MOE_RULES: tuple[Rule, ...] = (
     _chosen, _groups, _groups_chosen, _chosen_of_groups, _dense_blocks, _idle_coefficient, _idle_rate,
-    _constant_weight, _rows("model.hidden"), _rows("model.moe.ffn"),
+    _constant_weight, _biases, _rows("model.hidden"), _rows("model.moe.ffn"),
 )  # fmt: skip
 """Rules of the model; they stand among those of the cut, so that a cure of one breaks none of the others."""
 

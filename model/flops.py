@@ -23,11 +23,6 @@ def layer_weights(config: ModelConfig, layer: int) -> int:
     return config.hidden * (q + 2 * kv) + q * config.hidden + _products(config) * config.hidden * width
 
 
-def block_weights(config: ModelConfig) -> float:
-    """The mean of `layer_weights` over the blocks."""
-    return sum(layer_weights(config, layer) for layer in range(config.layers)) / config.layers
-
-
 def inactive_parameters(config: ModelConfig) -> int:
     """Parameters of the experts that a token does not use, in all layers."""
     moe = config.moe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from model.config import ModelConfig
-from model.flops import block_weights
+from model.flops import layer_weights
 from model.transformer import Part, padded_vocabulary
 from parallel.config import ParallelConfig
 from parallel.schedules import SCHEDULES, schedule_name, split_layers, stages_of, stages_per_rank
@@ -17,8 +17,9 @@ def layers_of_stages(config: ModelConfig, parallel: ParallelConfig) -> list[int]
     """Layers of each stage: as configured, else so that the dearest stage is as cheap as can be."""
     if parallel.layers_per_stage:
         return list(parallel.layers_per_stage)
-    head = config.hidden * padded_vocabulary(config) / block_weights(config)
-    return split_layers(config.layers, parallel.pp * stages_per_rank(parallel), _EMBEDDING_SHARE * head, head)
+    costs = [float(layer_weights(config, layer)) for layer in range(config.layers)]
+    head = float(config.hidden * padded_vocabulary(config))
+    return split_layers(costs, parallel.pp * stages_per_rank(parallel), _EMBEDDING_SHARE * head, head)
 
 
 def parts_of(config: ModelConfig, parallel: ParallelConfig, pp_rank: int) -> list[tuple[int, Part]]:

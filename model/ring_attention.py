@@ -79,22 +79,23 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Gradients of q and kv.
 
-        At step s rank r has the keys of r - s: it adds its part to their gradient's sum and passes it on to r + 1,
-        which has them at s + 1; after the last step each sum is sent to its owner.
+        At step s > 0 rank r has the keys of r - s: it adds its part to their gradient's sum and passes it on to r + 1,
+        which has them at s + 1; after the last step each sum is sent to its owner, who adds its own part.
         """
         q, kv, out, lse = ctx.saved_tensors
         saved = Saved(q, out, lse, grad.contiguous())
         dq = torch.zeros_like(q, dtype=_wide(q))
-        summed, *parts = (torch.zeros_like(kv, dtype=_wide(q)) for _ in range(3))
+        own, summed, *parts = (torch.zeros_like(kv, dtype=_wide(q)) for _ in range(min(4, ctx.axis.size + 1)))
         work: list[dist.Work] = []
         for step, current in enumerate(circulate(kv, ctx.axis)):
-            part = parts[step % 2].zero_()  # the other one may still be on its way
+            part = parts[step % len(parts)].zero_() if step else own  # the other one may still be on its way
             ctx.products.differentiate(step, saved, current, dq, part)
-            wait_all(work)
-            part += summed
-            work = pass_on(part, summed, ctx.axis, tag=1)
+            if step:
+                wait_all(work)
+                part += summed
+                work = pass_on(part, summed, ctx.axis, tag=1)
         wait_all(work)
-        return dq.to(q.dtype), summed.to(kv.dtype), None, None
+        return dq.to(q.dtype), own.add_(summed).to(kv.dtype), None, None
 
 
 def _wide(q: Tensor) -> torch.dtype:

@@ -5,7 +5,11 @@ stages of pp=2   looped: rank 0 has 0 2, rank 1 has 1 3      V: rank 0 has 0 3, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from operator import add
 
 from parallel.config import ParallelConfig
 
@@ -55,31 +59,41 @@ def stages_of(pp_rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]
     return [pp_rank + pp * round_ for round_ in range(per_rank)]
 
 
-def split_layers(layers: int, stages: int, embedding_cost: float, head_cost: float) -> list[int]:
-    """Layers of each stage so that the dearest stage is as cheap as can be; costs in layers.
+def split_layers(costs: Sequence[float], stages: int, embedding_cost: float, head_cost: float) -> list[int]:
+    """Layers of each stage so that the dearest stage is as cheap as can be, and the others as even as that allows.
 
-    Every stage gets at least one layer. The limit is found by trial: the smallest one under which filling
-    stages from the front places all layers; layers that may wait go to later stages.
+    Args:
+        costs: of each layer, in any unit.
+        stages: each gets at least one layer, in order.
+        embedding_cost: what the first stage has besides, in the same unit.
+        head_cost: what the last stage has besides.
     """
-    ends = (0.0, embedding_cost, head_cost, embedding_cost + head_cost)
-    limits = sorted({count + end for count in range(1, layers + 1) for end in ends})  # the dearest costs one of these
-    for limit in limits:
-        counts = _fill(layers, stages, embedding_cost, head_cost, limit)
-        if counts is not None:
-            return counts
-    raise ValueError(f"{layers} layers cannot fill {stages} stages")
+    if len(costs) < stages:
+        raise ValueError(f"{len(costs)} layers cannot fill {stages} stages")
+    ends = list(accumulate(costs, initial=0.0))
+
+    def cost(stage: int, first: int, end: int) -> float:
+        return ends[end] - ends[first] + embedding_cost * (stage == 0) + head_cost * (stage == stages - 1)
+
+    limit = _cheapest(len(costs), stages, cost, max)[0] * (1 + 1e-9)
+
+    def unevenness(stage: int, first: int, end: int) -> float:
+        dear = cost(stage, first, end)
+        return dear * dear if dear <= limit else inf
+
+    return _cheapest(len(costs), stages, unevenness, add)[1]
 
 
-def _fill(layers: int, stages: int, embedding: float, head: float, limit: float) -> list[int] | None:
-    """Layers of each stage under a limit of cost, as even as the limit allows; None where it is too low."""
-    extra = [0.0] * stages
-    extra[0] += embedding
-    extra[-1] += head
-    most = [int(limit - e + 1e-9) for e in extra]
-    if min(most) < 1 or not stages <= layers <= sum(most):
-        return None
-    counts = [1] * stages
-    for _ in range(layers - stages):  # the cheapest stage that has room takes the next layer
-        stage = min((s for s in range(stages) if counts[s] < most[s]), key=lambda s: counts[s] + extra[s])
-        counts[stage] += 1
-    return counts
+def _cheapest(
+    layers: int, stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """The least joint cost(stage, first, end) over all splits of the layers, and the layers of each stage under it."""
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by layers placed, on the stages so far
+    for stage in range(stages):
+        ends = range(stage + 1, layers - (stages - stage - 1) + 1) if stage < stages - 1 else (layers,)
+        best = {
+            end: min((join(so_far, cost(stage, first, end)), [*counts, end - first])
+                     for first, (so_far, counts) in best.items() if first < end)
+            for end in ends
+        }  # fmt: skip
+    return best[layers]

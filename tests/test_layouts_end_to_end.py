@@ -54,20 +54,33 @@ def test_a_run_under_torchrun_has_the_losses_of_one_process_and_one_voice(wide):
     assert all(sum(r["time"].values()) == pytest.approx(r["step_time"]) for r in records(run) if "event" not in r)
 
 
-def test_a_run_goes_on_in_any_other_layout(wide):
-    """1 -> tp2 -> pp2 vpp2 -> dp4 zero3 -> 1 process: the losses of an undisturbed run."""
+EXPERTS = [
+    "model.moe={experts: 8, top_k: 2, ffn: 24, score: sigmoid, balance: bias, bias_rate: 1e-2, first_dense: 1}",
+]
+DENSE_CHAIN = [(2, ["tp=2"]), (2, ["pp=2", "vpp=2"]), (4, ["zero=3"])]
+EXPERTS_CHAIN = [(4, ["ep=4", "zero=3"]), (4, ["tp=2", "pp=2", "ep=2"]), (2, ["cp=2"])]
+
+
+@pytest.mark.parametrize(
+    "model, chain", [pytest.param([], DENSE_CHAIN, marks=pytest.mark.soak), (EXPERTS, EXPERTS_CHAIN)]
+)
+def test_a_run_goes_on_in_any_other_layout(wide, model, chain):
+    """From one process over three layouts back to one: the losses of an undisturbed run, and the routers' biases."""
+    wide = [*wide, *model]
     assert train.main([*wide, "run.name=whole"]) == 0
     assert train.main([*wide, "train.stop_at=4"]) == 0
-    for ranks, layout, stop_at in (
-        (2, ["parallel.tp=2"], 8),
-        (2, ["parallel.pp=2", "parallel.vpp=2"], 11),
-        (4, ["parallel.zero=3"], 14),
-    ):
-        done = torchrun(ranks, *wide, *layout, f"train.stop_at={stop_at}")
+    for (ranks, layout), stop_at in zip(chain, (8, 11, 14), strict=True):
+        done = torchrun(ranks, *wide, *(f"parallel.{each}" for each in layout), f"train.stop_at={stop_at}")
         assert done.returncode == 0, done.stderr
         assert json.loads((run_of(wide) / "status.json").read_text())["step"] == stop_at
     assert train.main(wide) == 0
     close(run_of(wide), run_of(wide, "whole"), 1e-5)
+    if model:
+        one, chained = (
+            {r["step"]: r["moe"]["bias_spread"] for r in records(run_of(wide, name)) if "moe" in r}
+            for name in ("whole", "tiny")
+        )
+        assert one == chained and one[20] > 0.02
 
 
 def test_a_signal_to_the_wrapper_saves_once_and_the_same_command_goes_on(wide):

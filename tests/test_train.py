@@ -91,9 +91,9 @@ def kill_at(process, line):
     "kill, options",
     [
         (["step  8", "step 17"], []),
-        (["validation at step 14", "saved"], ["train.micro_batch=2"]),
         (["step 13"], ["precision=bf16", "precision.matmul=auto", "train.micro_batch=8"]),
-        (["step 19"], ["checkpoint.every=1", "data.document_mask=false"]),
+        pytest.param(["validation at step 14", "saved"], ["train.micro_batch=2"], marks=pytest.mark.soak),
+        pytest.param(["step 19"], ["checkpoint.every=1", "data.document_mask=false"], marks=pytest.mark.soak),
     ],
 )
 def test_a_run_killed_and_started_again_gives_bitwise_the_losses_of_an_undisturbed_one(tiny, kill, options):
@@ -123,7 +123,7 @@ def test_two_identical_runs_are_bitwise_equal(tiny):
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-6), ("fp64", 1e-13)])
+@pytest.mark.parametrize("precision, tolerance", [pytest.param("fp32", 1e-6, marks=pytest.mark.soak), ("fp64", 1e-13)])
 def test_the_micro_batch_size_never_changes_the_training(tiny, precision, tolerance):
     for size in (1, 2, 4, 8):
         options = [f"precision={precision}", f"train.micro_batch={size}", f"run.name=m{size}", "precision.matmul=auto"]
@@ -151,7 +151,10 @@ def test_a_stop_file_saves_and_ends_with_75_and_the_same_command_goes_on(tiny):
     assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.soak) for each in (signal.SIGINT, signal.SIGUSR1))],
+)
 def test_a_signal_saves_and_ends_with_75_and_the_same_command_goes_on(tiny, number):
     assert train.main([*tiny, "run.name=whole", "train.steps=500", "train.stop_at=250", "train.eval_every=0"]) == 0
     process = start([*tiny, "train.steps=500", "train.eval_every=0", "checkpoint.every=0"])

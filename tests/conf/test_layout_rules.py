@@ -95,7 +95,7 @@ def expect_consistent(config: Config, world: int) -> None:
     counts += [model.moe.shared_ffn] if model.moe and any(sparse) else []
     assert [count for count in counts if count % layout.tp] == []
     stages = layout.pp * stages_per_rank(parallel)
-    assert sum(parallel.layers_per_stage or split_layers(model.layers, stages, 0.5, 1.5)) == model.layers
+    assert sum(parallel.layers_per_stage or split_layers([1.0] * model.layers, stages, 0.5, 1.5)) == model.layers
     if layout.pp > 1:
         lists = action_lists(schedule_name(parallel), layout.pp, stages_per_rank(parallel), micro_batches)
         assert len(lists) == layout.pp
@@ -270,7 +270,7 @@ likely = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=120, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(st.tuples(anything, st.integers(1, 8)) | likely)
 def test_a_cut_is_refused_with_fixes_that_mend_it_or_is_consistent(cut: tuple[Config, int]) -> None:
     config, world = cut

@@ -150,6 +150,7 @@ BROKEN_EXPERTS = [
      ["model.moe.bias_rate=0.001", "model.moe.balance=bias"]),
     (["model.moe.top_k=1"], "model.moe.renormalize", "router learns nothing",
      ["model.moe.renormalize=false", "model.moe.top_k=2"]),
+    (["model.bias=true"], "model.bias", "experts have no biases", ["model.bias=false", "model.moe=null"]),
     (["model.moe.ffn=100"], "model.moe.ffn", "multiple of 8", ["model.moe.ffn=96", "model.moe.ffn=104"]),
     (["model.hidden=260", "model.heads=2"], "model.hidden", "multiple of 8", ["model.hidden=256", "model.hidden=264"]),
 ]  # fmt: skip

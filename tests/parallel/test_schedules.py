@@ -1,7 +1,5 @@
 """Where stages and layers go."""
 
-from math import inf
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,39 +10,44 @@ from parallel.config import ParallelConfig
 from parallel.schedules import SCHEDULES, schedule_name, split_layers, stages_of, stages_per_rank
 
 
-def dearest(counts, embedding, head):
-    costs = list(map(float, counts))
-    costs[0] += embedding
-    costs[-1] += head
-    return max(costs)
+def dearest(costs, counts, embedding, head):
+    left, sums = list(costs), []
+    for count in counts:
+        sums.append(sum(left[:count]))
+        left = left[count:]
+    sums[0] += embedding
+    sums[-1] += head
+    return max(sums)
 
 
-def best(layers, stages, embedding, head):
-    """By trying every split."""
-
-    def splits(left, places):
-        if places == 1:
-            yield (left,)
-            return
-        for first in range(1, left - places + 2):
-            yield from ((first, *rest) for rest in splits(left - first, places - 1))
-
-    return min((dearest(counts, embedding, head) for counts in splits(layers, stages)), default=inf)
+def splits(layers, stages):
+    if stages == 1:
+        yield (layers,)
+        return
+    for first in range(1, layers - stages + 2):
+        yield from ((first, *rest) for rest in splits(layers - first, stages - 1))
 
 
 @given(st.data())
 def test_the_dearest_stage_is_as_cheap_as_can_be(data):
     stages = data.draw(st.integers(1, 5))
-    layers = data.draw(st.integers(stages, 9))
+    costs = data.draw(st.lists(st.floats(0.1, 9), min_size=stages, max_size=9))
     embedding, head = data.draw(st.floats(0, 2)), data.draw(st.floats(0, 5))
-    counts = split_layers(layers, stages, embedding, head)
-    assert sum(counts) == layers and min(counts) >= 1 and len(counts) == stages
-    assert dearest(counts, embedding, head) == pytest.approx(best(layers, stages, embedding, head))
+    counts = split_layers(costs, stages, embedding, head)
+    assert sum(counts) == len(costs) and min(counts) >= 1 and len(counts) == stages
+    best = min(dearest(costs, each, embedding, head) for each in splits(len(costs), stages))
+    assert dearest(costs, counts, embedding, head) == pytest.approx(best)
+
+
+def test_the_other_stages_are_even():
+    assert sorted(split_layers([1.0] * 11, 4, 0.0, 2.9)) == [1, 3, 3, 4]
+    assert split_layers([1.0] * 10, 4, 0.0, 4.0) == [3, 3, 3, 1]
+    assert split_layers([4.0, 1.0, 1.0, 1.0, 1.0], 2, 0.0, 0.0) == [1, 4]  # a dense layer, then cheaper ones
 
 
 def test_more_stages_than_layers_cannot_be():
     with pytest.raises(ValueError, match="2 layers cannot fill 3 stages"):
-        split_layers(2, 3, 0.1, 1.0)
+        split_layers([1.0, 1.0], 3, 0.1, 1.0)
 
 
 @pytest.mark.parametrize("v_shaped", [False, True])

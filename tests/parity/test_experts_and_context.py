@@ -47,7 +47,7 @@ LAYOUTS = {
     "pp2 dp2 tp2 ep4": (8, P(pp=2, tp=2, ep=4), MOE, "none"),
 }
 QUICK = {
-    "ep4", "ep2 dp2 zero3 full", "ep2 pp2 interleaved_zb zero3", "ep4 over tp2 dp2", "ep2 dp4 zero0", "cp2 gather",
+    "ep2 dp2 zero3 full", "ep2 pp2 interleaved_zb zero3", "ep4 over tp2 dp2", "ep2 dp4 zero0", "cp2 gather",
     "cp4 ring", "cp2 tp2 ring", "pp2 cp2 tp2 ep2",
 }  # fmt: skip
 
