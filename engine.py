@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from model.transformer import Decoder, LossSums
 from optim.updater import StepOutcome, Updater
 from parallel.context import local_share, unmasked_pairs
 from parallel.device import Machine
+from parallel.fp8.state import slots_of
 from parallel.gradients import finish_gradients
 from parallel.mesh import Mesh
 from parallel.pipeline import Pipeline, StageParts, Wire
@@ -71,19 +73,21 @@ class Feed:
         self.sums.append(LossSums(*(each.detach() for each in sums)))
 
 
+Forward = Callable[[Decoder, Tensor | None, MicroBatch, bool], LossSums | Tensor]
+"""A part of the decoder on one micro-batch, which is the first of its step or not."""
+
+
 class FedStage(nn.Module):
     """A part of the decoder as a pipeline calls it: activations and the micro-batch's number."""
 
-    def __init__(
-        self, decoder: Decoder, forward: Callable[[Decoder, Tensor | None, MicroBatch], LossSums | Tensor], feed: Feed
-    ) -> None:
+    def __init__(self, decoder: Decoder, forward: Forward, feed: Feed) -> None:
         super().__init__()
         self.decoder, self.run, self.feed = decoder, forward, feed
 
     def forward(self, x: Tensor, mb: Tensor) -> Tensor:
         """x: activations [T/tp, hidden], or anything for the first stage; mb [1]."""
         batch = self.feed.micro_batches[int(mb)]
-        out = self.run(self.decoder, None if self.decoder.part.first else x, batch)
+        out = self.run(self.decoder, None if self.decoder.part.first else x, batch, int(mb) == 0)
         if not isinstance(out, LossSums):
             return out
         self.feed.keep(out)
@@ -100,6 +104,7 @@ class Engine:
         options = BuildOptions(
             config.run.seed, machine.device, machine.compute_dtype, machine.master_dtype, parallel.zero,
             config.train.recompute, config.train.recompute_n, config.train.compile, parallel.cp_exchange,
+            fp8=config.precision if config.precision.in_fp8 else None,
             later=parallel.pp > 1 and SCHEDULES[schedule_name(parallel)].splits,
         )  # fmt: skip
         self.parts: list[Built] = [build_part(shape, part, mesh, options) for _, part in parts]
@@ -136,18 +141,21 @@ class Engine:
         """The first part here; all of the model where there is one process."""
         return self.parts[0].decoder
 
-    def _forward(self, decoder: Decoder, x: Tensor | None, batch: MicroBatch) -> LossSums | Tensor:
+    def _forward(self, decoder: Decoder, x: Tensor | None, batch: MicroBatch, first: bool) -> LossSums | Tensor:
         """One part on one micro-batch; x: activations of the part before, None: the tokens."""
         train, cp = self.config.train, self.mesh.axis("cp")
         own = [local_share(t, train.seq_len, cp) for t in (batch.tokens, batch.labels, batch.positions)]
         tokens, labels, positions, borders = (
             t.to(self.machine.device, non_blocking=True) for t in (*own, batch.cu_seqlens)
         )
-        result: LossSums | Tensor = decoder(
-            tokens if x is None else x, labels, positions, borders, train.seq_len,
-            documents=self.config.data.document_mask, scale=self.feed.scale,
-            share=1.0 / (train.global_batch * train.seq_len),
-        )  # fmt: skip
+        # Where weights are freed between micro-batches, what was made from them is not kept either.
+        kept = first if self.config.parallel.zero < 3 else None
+        with decoder.cuts.fp8.forward(kept) if decoder.cuts.fp8 else nullcontext():
+            result: LossSums | Tensor = decoder(
+                tokens if x is None else x, labels, positions, borders, train.seq_len,
+                documents=self.config.data.document_mask, scale=self.feed.scale,
+                share=1.0 / (train.global_batch * train.seq_len),
+            )  # fmt: skip
         return result
 
     def agree(self, everyone: Everyone, batch: StepBatch, stops: bool) -> Agreed:
@@ -185,7 +193,7 @@ class Engine:
                 self.pipeline.train()
         else:
             for number, batch in enumerate(micro_batches):
-                self._one(batch, last=number == len(micro_batches) - 1)
+                self._one(batch, first=number == 0, last=number == len(micro_batches) - 1)
         with self.clock.part("grad_sync"):
             finish_gradients(self.shards, self.mesh, self.twin)
             self.balance.gather()
@@ -199,9 +207,9 @@ class Engine:
     def _begin(self, micro_batches: Sequence[MicroBatch], scale: float) -> None:
         self.feed.micro_batches, self.feed.scale, self.feed.sums = micro_batches, scale, []
 
-    def _loss(self, batch: MicroBatch) -> LossSums:
+    def _loss(self, batch: MicroBatch, first: bool = False) -> LossSums:
         """The whole model, which is one part here, on one micro-batch."""
-        sums = self._forward(self.decoder, None, batch)
+        sums = self._forward(self.decoder, None, batch, first)
         if not isinstance(sums, LossSums):
             raise ValueError(
                 f"{self.decoder.part} ends before the head: a loss comes from a whole model; let the pipeline run parts"
@@ -209,11 +217,11 @@ class Engine:
         self.feed.keep(sums)
         return sums
 
-    def _one(self, batch: MicroBatch, last: bool) -> None:
+    def _one(self, batch: MicroBatch, first: bool, last: bool) -> None:
         """Forward and backward of one micro-batch through the whole model."""
         self.parts[0].zero.before_backward(last)
         with self.clock.part("forward"):
-            sums = self._loss(batch)
+            sums = self._loss(batch, first)
         with self.clock.part("backward"):
             sums.objective.backward()
 
@@ -270,6 +278,21 @@ class Engine:
             yield name, Piece(tensor, shard.shape, shard.start, shard.writes)
         for name, bias in self.balance.state():
             yield name, replace(whole(bias), writes=self.first_of_stage)
+        for built in self.parts:
+            if built.fp8 is not None and built.fp8.delayed:
+                yield from self._scales(built.decoder)
+
+    def _scales(self, decoder: Decoder) -> Iterator[tuple[str, Piece]]:
+        """Histories and scales of FP8: those of dense linears are whole everywhere, those of experts cut over ep."""
+        ep, places = self.mesh.axis("ep"), self.mesh.expert.places
+        alone = places["edp_replicate"] == places["edp_shard"] == 0
+        for name, slot in slots_of(decoder):
+            for kind, tensor in slot.state().items():
+                piece = whole(tensor)
+                if slot.expert:
+                    shape, start = (slot.count * ep.size, *tensor.shape[1:]), (slot.count * ep.rank,)
+                    piece = Piece(tensor, shape, (*start, *(0,) * (tensor.dim() - 1)))
+                yield f"fp8.{kind}.{name}", replace(piece, writes=alone if slot.expert else self.first_of_stage)
 
     @property
     def first_of_stage(self) -> bool:

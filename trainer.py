@@ -131,7 +131,12 @@ class Trainer:
         self.peak = self.machine.peak
         self.clock = StepClock(self.machine.device)
         mesh = make_mesh(
-            self.layout, everyone.rank, self.machine.device, config.parallel.timeout, config.model.moe is not None
+            self.layout,
+            everyone.rank,
+            self.machine.device,
+            config.parallel.timeout,
+            config.model.moe is not None,
+            config.precision.in_fp8,
         )
         self.engine = Engine(config, self.shape, mesh, self.machine, self.clock)
         self.loader, self.validation = self.open_data(mesh.dp_rank)

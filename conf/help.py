@@ -92,8 +92,8 @@ def _keys() -> Iterator[str]:
 def _section(owner: type, prefix: str, plain: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     docs = field_docs(owner)
     for leaf in own_leaves(owner, prefix):
-        inner = optional(leaf.kind)[0]
-        yield from _row(_left(leaf, plain), f"{_kind(leaf)}. {docs.get(leaf.key[len(prefix) :], '')}")
+        inner, doc = optional(leaf.kind)[0], docs.get(leaf.key[len(prefix) :], "")
+        yield from _row(leaf.key, doc) if is_section(leaf.kind) else _row(_left(leaf, plain), f"{_kind(leaf)}. {doc}")
         if is_section(inner):
             yield from _section(inner, leaf.key + ".", plain)
         elif is_section(element(inner)):

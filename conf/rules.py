@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from conf.precision_rules import PRECISION_RULES
 from conf.problem import Problem, show
 from conf.resolve import flatten, total_steps
 from conf.schema import Config
@@ -170,14 +171,6 @@ def _vocabulary(config: Config) -> Iterator[Problem]:
         yield Problem("model.vocab_size", show(model), rule, fix, ("data.vocab_size", "data.corpus"))
 
 
-def _formats(config: Config) -> Iterator[Problem]:
-    name, matmul = config.precision.name, config.precision.matmul
-    if name != "fp32" and matmul != "auto":
-        rule = f"says how fp32 products are made, but precision.name={name}"
-        fix = "leave it out, or write precision=fp32"
-        yield Problem("precision.matmul", matmul, rule, fix, ("precision.name",))
-
-
 def _resuming(config: Config) -> Iterator[Problem]:
     resume = config.checkpoint.resume
     meant = close(resume, ("auto", "none"))
@@ -221,6 +214,6 @@ def _secret_keys(prefix: str, notes: Mapping[str, Any]) -> Iterator[str]:
 
 
 _RULES: Sequence[Callable[[Config], Iterator[Problem]]] = (
-    _names, _length, _decay, _heads, _rope, _vocabulary, _corpus, _sources, _formats,
+    _names, _length, _decay, _heads, _rope, _vocabulary, _corpus, _sources, *PRECISION_RULES,
     _resuming, _reports, _secrets,
 )  # fmt: skip

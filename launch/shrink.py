@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import lcm
-from typing import Literal
 
 from conf.cures import divisors
 from conf.schema import Config
 from model.config import ModelConfig, MoEConfig
 from parallel.config import ParallelConfig
+from parallel.precision import PrecisionName
 from parallel.schedules import stages_per_rank
 
 _HEAD_DIM, _GROUP, _SEQ_LEN, _VOCABULARY, _BATCHES = 8, 4, 48, 250, 4
 _EXPERTS, _EXPERT_GROUPS, _TOP_K, _EXPERT_FFN, _SHARED_FFN = 6, 4, 3, 24, 13
 
 
-def shrink(config: Config, world: int, steps: int, precision: Literal["fp64", "fp32", "bf16"]) -> Config:
+def shrink(config: Config, world: int, steps: int, precision: PrecisionName) -> Config:
     """The configuration with few layers, narrow ones, short sequences and a small vocabulary.
 
     Kept are: the cut over processes, the kind of every part (grouped heads, up to four to a group, biases, norms,

@@ -131,6 +131,7 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
             device,
             config.parallel.timeout,
             config.model.moe is not None,
+            config.precision.in_fp8,
         )
         engine = Engine(config, config.model, mesh, machine, StepClock(device))
         trial, peak = RankTrial(), peak_lr(config.optim, config.model.hidden)

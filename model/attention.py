@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.attention_kernels import NO_BLOCKS, Blocks, blocked_attention, causal_blocks, fused_attention
 from model.config import ModelConfig
@@ -17,6 +16,7 @@ from model.rope import rotate, rotation_table
 from parallel.context import local_places
 from parallel.cuts import Cuts
 from parallel.mesh import ALONE, Axis
+from parallel.recompute import recomputed
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, cuts: Cuts, device: torch.device | None = None) -> None:
         super().__init__()
-        linears = cuts.linears
+        linears = cuts.linears("attention")
         self.kv_heads = config.kv_heads // linears.axis.size
         self.group = config.heads // config.kv_heads
         self.head_dim = config.head_dim or config.hidden // config.heads
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         shape = (context.batch, context.seq_len, self.kv_heads, self.group + 2, self.head_dim)
         qkv = self.qkv(self.linears.gather(x)).view(shape)
         if self.recompute and torch.is_grad_enabled():
-            core = checkpoint(self._core, qkv, context, use_reentrant=False, preserve_rng_state=False)
+            core = recomputed(self._core, qkv, context)
         else:
             core = self._core(qkv, context)
         return self.out(core)  # type: ignore[no-any-return]

@@ -17,9 +17,11 @@ from model.init import fill_rectangle, stream_key
 from model.moe import MoE
 from model.transformer import Decoder, Part, initial_std, set_recompute
 from parallel.cuts import Cuts
+from parallel.fp8.state import FP8
+from parallel.later import LaterGradients
 from parallel.mesh import ONE_PROCESS, Mesh
+from parallel.precision import PrecisionConfig
 from parallel.shards import Shard, shards_of
-from parallel.tensor import LaterGradients
 from parallel.zero import Sharing, Zero, shard
 
 
@@ -45,6 +47,8 @@ class BuildOptions:
     """Compile each block and the loss."""
     cp_exchange: Literal["ring", "all_gather"] = "ring"
     """How context-parallel ranks see each other's keys and values."""
+    fp8: PrecisionConfig | None = None
+    """Whose products of blocks' linears are in FP8; None: none are."""
     later: bool = False
     """Put off the gradients of weights, for schedules that split the backward pass."""
 
@@ -61,12 +65,15 @@ class Built:
     """How they are shared over data-parallel ranks."""
     later: LaterGradients | None
     """Where products for gradients wait, if they do."""
+    fp8: FP8 | None
+    """The scales of its products in FP8, if there are any."""
 
 
 def build_part(config: ModelConfig, part: Part, mesh: Mesh, options: BuildOptions) -> Built:
     """One part of the model, cut for this rank, with its initial values in the master dtype."""
     later = LaterGradients() if options.later else None
-    cuts = Cuts(mesh.axis("tp"), mesh.axis("cp"), options.cp_exchange, mesh.axis("ep"), mesh.tokens, later)
+    fp8 = FP8(options.fp8, config.layers, mesh.stage, mesh.twins) if options.fp8 else None
+    cuts = Cuts(mesh.axis("tp"), mesh.axis("cp"), options.cp_exchange, mesh.axis("ep"), mesh.tokens, later, fp8)
     decoder = Decoder(config, torch.device("meta"), cuts, part).to(options.master)
     set_recompute(decoder, options.recompute, options.recompute_n)
     if options.compile:
@@ -79,7 +86,9 @@ def build_part(config: ModelConfig, part: Part, mesh: Mesh, options: BuildOption
     twins, again = shared_by_two_stages(config, part)
     shards = shards_of(decoder, mesh, twins, again)
     initialise(shards, config, options.seed)
-    return Built(decoder, shards, zero, later)
+    if fp8 is not None:
+        fp8.allocate(options.device)
+    return Built(decoder, shards, zero, later, fp8)
 
 
 def shared_by_two_stages(config: ModelConfig, part: Part) -> tuple[frozenset[str], bool]:

@@ -15,11 +15,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.config import ModelConfig
 from parallel.cuts import Cuts
-from parallel.tensor import LaterGradients
+from parallel.fp8.linear import fp8_grouped
+from parallel.later import LaterGradients
+from parallel.recompute import recomputed
 
 _PIECE = 1 << 17  # elements of an activation worked on at a time, so that its passes stay in the cache
 
@@ -41,6 +42,8 @@ class Experts(nn.Module):
         wide = 2 * width if self.gated else width
         self.gate_up = nn.Parameter(torch.empty(count, wide, config.hidden, device=device))
         self.down = nn.Parameter(torch.empty(count, config.hidden, width, device=device))
+        self.fp8 = fp8 = cuts.fp8_of("experts")
+        self.slots = {name: fp8.slot(count, expert=True) for name in self.cut_along} if fp8 else {}
         self.recompute = False
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
@@ -57,12 +60,12 @@ class Experts(nn.Module):
         if not (self.recompute and torch.is_grad_enabled()):
             return self._results(rows, weights, counts)
         # Inside the module, so that FSDP's hooks stand around both passes.
-        return checkpoint(  # type: ignore[no-any-return]
-            self._results, rows, weights, counts, use_reentrant=False, preserve_rng_state=False
-        )
+        return recomputed(self._results, rows, weights, counts, fp8=self.fp8)  # type: ignore[no-any-return]
 
     def _results(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         result: Tensor
+        if self.slots:
+            return self._in_fp8(rows, weights, counts.tolist())
         if rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and len(rows) > 0:
             ends = counts.cumsum(0).to(torch.int32)  # stays on the device
             result = GroupedExperts.apply(rows, weights, self.gate_up, self.down, ends, self.gated, self.later)
@@ -70,6 +73,15 @@ class Experts(nn.Module):
             sizes = counts.tolist()
             result = ExpertsInTurn.apply(rows, weights, self.gate_up, self.down, sizes, self.gated, self.later)
         return result
+
+    def _in_fp8(self, rows: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+        wide = fp8_grouped(rows, self.gate_up, sizes, self.slots["gate_up"], self.later)
+        if self.gated:
+            gate, up = wide.chunk(2, -1)
+            act = F.silu(gate) * up * weights[:, None]
+        else:
+            act = F.gelu(wide, approximate="tanh") * weights[:, None]
+        return fp8_grouped(act, self.down, sizes, self.slots["down"], self.later)
 
 
 class GroupedExperts(torch.autograd.Function):

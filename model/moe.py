@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.config import ModelConfig
 from model.context import BlockContext
@@ -15,6 +14,7 @@ from model.mlp import MLP
 from model.router import Router
 from parallel.cuts import Cuts
 from parallel.expert import dispatch, sort_pairs
+from parallel.recompute import recomputed
 
 
 class MoE(nn.Module):
@@ -24,11 +24,11 @@ class MoE(nn.Module):
         super().__init__()
         if config.moe is None:
             raise ValueError("model.moe is null: there are no experts to make")
-        self.count, self.ep = config.moe.experts, cuts.ep
+        self.count, self.ep, self.fp8 = config.moe.experts, cuts.ep, cuts.fp8
         self.router = Router(config, cuts, device)
         self.experts = Experts(config, cuts, device)
         shared = replace(config, ffn=config.moe.shared_ffn)
-        self.shared = MLP(shared, cuts.linears, device) if config.moe.shared_ffn else None
+        self.shared = MLP(shared, cuts.linears("mlp"), device) if config.moe.shared_ffn else None
         self.recompute = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # rows to each rank are known on the host alone
@@ -49,4 +49,4 @@ class MoE(nn.Module):
     def _shared(self, module: MLP, x: Tensor) -> Tensor:
         if not (self.recompute and torch.is_grad_enabled()):
             return module(x)  # type: ignore[no-any-return]
-        return checkpoint(module, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return recomputed(module, x, fp8=self.fp8)  # type: ignore[no-any-return]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, AttentionContext, attention_context
 from model.config import ModelConfig
@@ -27,6 +26,7 @@ from model.router import Router
 from parallel.collectives import gather_tokens
 from parallel.cuts import Cuts
 from parallel.mesh import Axis
+from parallel.recompute import recomputed
 from parallel.tensor import Linears, VocabularyEmbedding
 
 
@@ -66,18 +66,19 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, cuts: Cuts, layer: int, device: torch.device | None = None) -> None:
         super().__init__()
         sparse = config.moe is not None and config.moe.is_sparse(layer)
+        cuts = cuts.of_layer(layer)
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps, device)
         self.attention = Attention(config, cuts, device)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps, device)
-        self.mlp = MoE(config, cuts, device) if sparse else MLP(config, cuts.linears, device)
-        self.recompute = False
+        self.mlp = MoE(config, cuts, device) if sparse else MLP(config, cuts.linears("mlp"), device)
+        self.recompute, self.fp8 = False, cuts.fp8
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """x [T/tp, hidden] -> [T/tp, hidden]."""
         again = self.recompute and torch.is_grad_enabled()
         # Inside the module, so that FSDP's hooks stand around both passes and gather the weights for each; not
         # around a mixture, whose experts have hooks of their own and whose choices are not to be made twice.
-        first = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if again else _call
+        first = partial(recomputed, fp8=self.fp8) if again else _call
         if isinstance(self.mlp, MoE):
             x, normed = first(self._before_mlp, x, context.attention)
             return x + self.mlp(normed, context)  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ _FP64_PEAKS = (("B200", 37.0), ("H200", 67.0), ("H100 PCIe", 51.0), ("H100", 67.
 # fp32 by tensor cores that round to TF32, dense.
 _TF32_PEAKS = (("B200", 1125.0), ("H200", 494.0), ("H100 PCIe", 378.0), ("H100", 494.0), ("A100", 156.0))
 
-_COMPUTE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+_COMPUTE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # malloc.h: M_MMAP_MAX = -4 (no block comes straight from the system), M_TRIM_THRESHOLD = -1 and M_TOP_PAD = -2
 # (what is freed stays, and the heap grows in large pieces).
 _MALLOPT = {-4: 0, -1: 2**31 - 1, -2: 256 << 20}
@@ -93,7 +93,7 @@ def set_up_machine(
     torch.set_num_threads(int(count.value))
     how = choose_matmul(precision, target, matmul)
     torch.set_float32_matmul_precision(how.value)
-    dtype = _COMPUTE[precision.name]
+    dtype = _COMPUTE[precision.compute]
     if target.type == "cpu":
         memory = keep_memory()
         say(f"freed memory: {memory.value} ({memory.reason})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 
 import torch
 from torch.distributed import ProcessGroup
@@ -70,6 +71,10 @@ class Mesh:
     """By EXPERT_AXES: who shares experts."""
     tokens: Axis
     """cp and tp together: the ranks that share the tokens of a micro-batch."""
+    stage: Axis = ALONE
+    """All ranks with the same layers."""
+    twins: Axis = ALONE
+    """All ranks with the same experts."""
 
     def axis(self, name: str) -> Axis:
         """One of AXES, or ep."""
@@ -97,12 +102,15 @@ class Mesh:
         return self.layout.dp_rank(self.rank)
 
 
-def make_mesh(layout: Layout, rank: int, device: torch.device, timeout: int, experts: bool = False) -> Mesh:
+def make_mesh(
+    layout: Layout, rank: int, device: torch.device, timeout: int, experts: bool = False, maxima: bool = False
+) -> Mesh:
     """The groups of a layout; every process of the run calls this, inside its process group.
 
     Args:
         timeout: seconds that a collective may wait (groups do not take it over from the world's).
         experts: whether the model has any, which need groups of their own.
+        maxima: whether ranks with the same layers, or experts, agree on scales, for which they need groups.
     """
     if layout.world == 1:
         return ONE_PROCESS
@@ -122,7 +130,15 @@ def make_mesh(layout: Layout, rank: int, device: torch.device, timeout: int, exp
     together = views[0].axis("tp" if layout.cp == 1 else "cp")
     if pair is not None:
         together = Axis(tokens, rank % tokens, pair.get_group("tokens"))
-    return Mesh(layout, rank, *views, together)
+    if not maxima:
+        return Mesh(layout, rank, *views, together)
+    stage, (pp, *data, ep) = layout.world // layout.pp, layout.expert_sizes
+    same = table((layout.pp, stage), ("rest", "stage"))
+    twins = table((pp, prod(data), ep), ("rest", "twins", "others")) if experts and prod(data) > 1 else None
+    return Mesh(
+        layout, rank, *views, together, Axis(stage, rank % stage, same.get_group("stage")) if stage > 1 else ALONE,
+        Axis(prod(data), rank // ep % prod(data), twins.get_group("twins")) if twins else ALONE,
+    )  # fmt: skip
 
 
 def _views(

@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward
 
+from parallel.later import LaterGradients
 from parallel.schedules import SCHEDULES
-from parallel.tensor import LaterGradients
 from parallel.zero import Zero
 
 Timed = Callable[[str], AbstractContextManager[None]]

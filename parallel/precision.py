@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+PrecisionName = Literal["fp64", "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8"]
+
 
 @dataclass(frozen=True)
 class LossScaleConfig:
@@ -50,7 +52,7 @@ class FP8Config:
 class PrecisionConfig:
     """Formats of weights, activations and products."""
 
-    name: Literal["fp64", "fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8"] = "fp32"
+    name: PrecisionName = "fp32"
     """Format of weights and activations in the products; all below fp32 keep fp32 master weights. fp8 and mxfp8
     are bf16 with the products of blocks' linears in FP8."""
     matmul: Literal["auto", "highest", "high", "medium"] = "auto"

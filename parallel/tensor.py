@@ -10,8 +10,7 @@ scatter     first tokens    last tokens       [T/tp, h]       their sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,31 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.collectives import gather_tokens, scatter_sum
+from parallel.fp8.linear import fp8_linear
+from parallel.fp8.state import FP8, Slot
+from parallel.later import LaterGradients
 from parallel.mesh import ALONE, Axis
-
-Later = tuple[nn.Parameter, Callable[[], Tensor]]
-"""A weight, and what makes its gradient."""
-
-
-@dataclass
-class LaterGradients:
-    """Gradients of weights, put off until a pipeline schedule asks for them."""
-
-    waiting: list[Later] = field(default_factory=list)
-    """In the order of the backward pass."""
-
-    def take(self) -> list[Later]:
-        """What has gathered since the last call."""
-        taken, self.waiting = self.waiting, []
-        return taken
-
-    @staticmethod
-    @torch.no_grad()
-    def run(gradients: list[Later]) -> None:
-        """Make each and add it to its weight's gradient."""
-        for weight, make in gradients:
-            made = make().to(weight.grad_dtype or weight.dtype)
-            weight.grad = made if weight.grad is None else weight.grad.add_(made)
 
 
 class _LaterLinear(torch.autograd.Function):
@@ -68,17 +46,22 @@ class _LaterLinear(torch.autograd.Function):
 class CutLinear(nn.Module):
     """A linear of which this rank holds some rows or columns; `cut_along` says along which dimension of what."""
 
+    slots: dict[str, Slot]
+    """Its scales by the parameter that they are for; empty where it is not in FP8."""
+
     def __init__(
-        self, columns: int, rows: int, bias: bool, cuts: dict[str, int], later: LaterGradients | None,
-        device: torch.device | None,
-    ) -> None:  # fmt: skip
+        self, columns: int, rows: int, bias: bool, cuts: dict[str, int], linears: Linears, device: torch.device | None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns, device=device))
         self.bias = nn.Parameter(torch.empty(rows, device=device)) if bias else None
-        self.cut_along, self.later = cuts, later
+        self.cut_along, self.later, self.axis = cuts, linears.later, linears.axis
+        self.slots = {"weight": linears.fp8.slot()} if linears.fp8 else {}
 
     def product(self, x: Tensor) -> Tensor:
         """x [T, in] -> x w^T, without the bias."""
+        if self.slots:
+            return fp8_linear(x, self.weight, self.slots["weight"], self.later)
         if self.later is None:
             return F.linear(x, self.weight)
         result: Tensor = _LaterLinear.apply(x, self.weight, self.later)
@@ -90,7 +73,7 @@ class ColumnLinear(CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] of all tokens."""
-        if self.later is None:
+        if self.later is None and not self.slots:
             return F.linear(x, self.weight, self.bias)
         return self.product(x) if self.bias is None else self.product(x) + self.bias
 
@@ -98,13 +81,9 @@ class ColumnLinear(CutLinear):
 class RowLinear(CutLinear):
     """x [T, in/tp] -> [T/tp, out]: the addends of all ranks, summed, for this rank's tokens."""
 
-    def __init__(self, *args: Any, axis: Axis) -> None:
-        super().__init__(*args)
-        self.axis = axis
-
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in/tp] of all tokens; the bias is added once, after the sum."""
-        if self.axis.group is None and self.later is None:
+        if self.axis.group is None and self.later is None and not self.slots:
             return F.linear(x, self.weight, self.bias)
         summed = scatter_sum(self.product(x), self.axis)
         return summed if self.bias is None else summed + self.bias
@@ -139,14 +118,16 @@ class Linears:
     """The tensor-parallel ranks."""
     later: LaterGradients | None = None
     """Where products for the weights' gradients wait; None: made in the backward pass."""
+    fp8: FP8 | None = None
+    """Makes the products in FP8; None: in the dtype of the weights."""
 
     def column(self, columns: int, rows: int, bias: bool, device: torch.device | None) -> ColumnLinear:
         """`rows` outputs in all, cut over the ranks."""
-        return ColumnLinear(columns, rows // self.axis.size, bias, {"weight": 0, "bias": 0}, self.later, device)
+        return ColumnLinear(columns, rows // self.axis.size, bias, {"weight": 0, "bias": 0}, self, device)
 
     def row(self, columns: int, rows: int, bias: bool, device: torch.device | None) -> RowLinear:
         """`columns` inputs in all, cut over the ranks."""
-        return RowLinear(columns // self.axis.size, rows, bias, {"weight": 1}, self.later, device, axis=self.axis)
+        return RowLinear(columns // self.axis.size, rows, bias, {"weight": 1}, self, device)
 
     def gather(self, x: Tensor) -> Tensor:
         """x [T/tp, h] -> [T, h]: what a column linear reads."""

@@ -44,7 +44,7 @@ def to_fp8(x: Tensor, scale: Tensor, form: Format) -> Tensor:
 
 def delayed_scale(amax: Tensor, old: Tensor, form: Format, margin: int) -> Tensor:
     """Scales fp32 from maxima fp32 of the same shape; `old` stays where a maximum is 0 or not finite."""
-    scale = form.largest / amax / 2.0**margin
+    scale = torch.full_like(amax, form.largest * 2.0**-margin) / amax  # a number / tensor is rounded twice
     scale = torch.where(scale.isinf(), _FLOAT_MAX, scale)
     return torch.where((amax > 0) & amax.isfinite(), scale, old)
 
@@ -54,7 +54,7 @@ def current_scale(amax: Tensor, form: Format, power_of_two: bool = False) -> Ten
 
     A scale that would overflow becomes the largest of fp32. power_of_two cuts the mantissa off.
     """
-    scale = form.largest / amax
+    scale = torch.full_like(amax, form.largest) / amax
     scale = torch.where(scale.isinf(), _FLOAT_MAX, scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)

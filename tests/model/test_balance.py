@@ -59,6 +59,7 @@ def train(moe, corpus):
         lr = 3e-3 * lr_share(config.lr_schedule, number, STEPS)
         sums, _ = engine.step(batch.micro_batches, batch.valid_tokens, lr)
         if number >= STEPS - LAST:
+            assert engine.balance.gathered is not None
             loads += engine.balance.gathered[:, :EXPERTS]
             loss += sums.cross_entropy.item() / batch.valid_tokens / LAST
     worst = (loads.amax(1) / loads.mean(1) - 1).max().item()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from model.config import ModelConfig, MoEConfig
 from model.experts import Experts, GroupedExperts, padded
 from parallel.cuts import Cuts
-from parallel.tensor import LaterGradients
+from parallel.later import LaterGradients
 
 CONFIG = ModelConfig(hidden=24, moe=MoEConfig(experts=4, top_k=2, ffn=16))
 LOADS = {

@@ -119,8 +119,8 @@ def within(ranks, config, corpus):
     with started(ranks, config) as (engine, mesh, everyone):
         batch = next(trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, config.train.global_batch))
         engine._begin(batch.micro_batches, 1e-3)
-        engine._one(batch.micro_batches[0], last=False)
-        engine._one(batch.micro_batches[1], last=False)
+        engine._one(batch.micro_batches[0], first=True, last=False)
+        engine._one(batch.micro_batches[1], first=False, last=False)
         for group in groups_of(engine.parts[0]):
             for p in group.fsdp_params:
                 out.whole += p._orig_size.numel()
@@ -147,7 +147,7 @@ def saved_for_backward(ranks, config, corpus):
 
         engine._begin(batch.micro_batches, 1e-3)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            sums = engine._forward(engine.decoder, None, batch.micro_batches[0])
+            sums = engine._forward(engine.decoder, None, batch.micro_batches[0], True)
         sums.objective.backward()
         everyone.barrier()
     return sum(size for size, _ in kept.values())

@@ -1,0 +1,91 @@
+"""Rules of number formats: settings that nothing would read, and models of which nothing would be in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from math import frexp
+
+from conf.problem import Problem, show
+from conf.schema import Config
+from parallel.precision import FP8Config, LossScaleConfig
+
+_DELAYED = ("margin", "history", "amax")
+_PER_TENSOR = ("fp8_delayed", "fp8_current")
+
+
+def _products(config: Config) -> Iterator[Problem]:
+    name, matmul = config.precision.name, config.precision.matmul
+    if name != "fp32" and matmul != "auto":
+        rule = f"says how fp32 products are made, but precision.name={name}"
+        fix = "leave it out, or write precision=fp32"
+        yield Problem("precision.matmul", matmul, rule, fix, ("precision.name",))
+
+
+def _idle(config: Config) -> Iterator[Problem]:
+    """Settings of a format that the run does not use."""
+    precision = config.precision
+    usual = {"fp16": LossScaleConfig(), "fp8": FP8Config()}
+    used = {"fp16": precision.name == "fp16", "fp8": precision.in_fp8}
+    meant = {"fp16": "precision=fp16", "fp8": "precision=fp8_delayed"}
+    for section, default in usual.items():
+        given = getattr(precision, section)
+        for each in fields(given):
+            value, plain = getattr(given, each.name), getattr(default, each.name)
+            needs = meant[section] if not used[section] else _wanted(each.name, precision.name)
+            if value == plain or needs is None:
+                continue
+            rule = f"is not read under precision.name={precision.name}"
+            fix = f"leave it out, or write {needs}"
+            yield Problem(f"precision.{section}.{each.name}", show(value), rule, fix, ("precision.name",))
+
+
+def _wanted(field: str, name: str) -> str | None:
+    """The recipe that reads a field of FP8, where this one does not."""
+    if field in _DELAYED and name != "fp8_delayed":
+        return "precision=fp8_delayed"
+    if field == "format" and name not in _PER_TENSOR and name != "fp16":
+        return "precision=fp8_current"
+    return None
+
+
+def _scale(config: Config) -> Iterator[Problem]:
+    scale = config.precision.fp16
+    for name in ("initial", "least"):
+        value = getattr(scale, name)
+        if frexp(value)[0] != 0.5:
+            rule = "must be a power of two, so that scaling a gradient rounds nothing"
+            below = 2.0 ** (frexp(value)[1] - 1)
+            fix = f"write precision.fp16.{name}={show(below)} or precision.fp16.{name}={show(2 * below)}"
+            yield Problem(f"precision.fp16.{name}", show(value), rule, fix)
+    if scale.least > scale.initial:
+        rule = f"must be at most precision.fp16.initial={show(scale.initial)}"
+        fix = f"write precision.fp16.least={show(scale.initial)}"
+        yield Problem("precision.fp16.least", show(scale.least), rule, fix, ("precision.fp16.initial",))
+
+
+def _something(config: Config) -> Iterator[Problem]:
+    """At least one product is in FP8."""
+    fp8, layers = config.precision.fp8, config.model.layers
+    if not config.precision.in_fp8:
+        return
+    first, last = fp8.first_bf16, fp8.last_bf16
+    if first + last >= layers:
+        rule = f"with precision.fp8.last_bf16={last} it leaves none of the model.layers={layers} blocks in FP8"
+        also = ("precision.fp8.last_bf16", "model.layers", "precision.name")
+        fix = "write precision.fp8.first_bf16=0 precision.fp8.last_bf16=0, or precision=bf16"
+        yield Problem("precision.fp8.first_bf16", str(first), rule, fix, also)
+        return
+    moe = config.model.moe
+    inside = range(first, layers - last)
+    sparse = [moe is not None and moe.is_sparse(n) for n in inside]
+    shared = moe is not None and moe.shared_ffn > 0
+    dense = fp8.mlp and (shared or not all(sparse))
+    if not (fp8.attention or dense or (fp8.experts and any(sparse))):
+        rule = "no linear of the model is in FP8: attention is not, nor are its MLPs or experts"
+        others = ("precision.fp8.mlp", "precision.fp8.experts", "model.moe", "precision.name")
+        yield Problem("precision.fp8.attention", "false", rule, "write precision.fp8.attention=true", others)
+
+
+PRECISION_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (_products, _idle, _scale, _something)
+"""In the order of the schema."""
