@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,12 @@ from model.config import ModelConfig
 from model.flops import squared_lengths
 from model.parts import parts_of
 from model.transformer import Decoder, LossSums
+from optim.loss_scale import LossScale
 from optim.updater import StepOutcome, Updater
 from parallel.context import local_share, unmasked_pairs
 from parallel.device import Machine
-from parallel.fp8.state import slots_of
+from parallel.fp8.health import gathered
+from parallel.fp8.state import KINDS, slots_of
 from parallel.gradients import finish_gradients
 from parallel.mesh import Mesh
 from parallel.pipeline import Pipeline, StageParts, Wire
@@ -33,7 +35,7 @@ from parallel.schedules import SCHEDULES, schedule_name, stages_per_rank
 from parallel.shards import Shard
 
 Inspect = Callable[[Sequence[Shard]], None]
-"""Looks at the finished gradients of a step before the update."""
+"""Looks at the finished gradients of a step before the update; those of fp16 still have the loss scale in them."""
 
 
 class StepSums(NamedTuple):
@@ -94,6 +96,11 @@ class FedStage(nn.Module):
         return out.objective
 
 
+def by_layer(name: str) -> tuple[int, str]:
+    """Key that sorts names of parameters of blocks by the block's number."""
+    return int(name.split(".")[1]), name
+
+
 class Engine:
     """The parts of the model on this rank, their optimizer, and the order of work on them."""
 
@@ -110,9 +117,14 @@ class Engine:
         self.parts: list[Built] = [build_part(shape, part, mesh, options) for _, part in parts]
         self.shards = [each for built in self.parts for each in built.shards]
         self.twin = "embedding.weight" if shape.tied_embeddings and parallel.pp > 1 else None
-        self.updater = Updater(self.shards, config.optim, machine.compute_dtype, everywhere=mesh.layout.world > 1)
+        fp16 = config.precision.name == "fp16"
+        self.loss_scale = LossScale(config.precision.fp16, machine.device) if fp16 else None
+        self.updater = Updater(
+            self.shards, config.optim, machine.compute_dtype, mesh.layout.world > 1, loss_scale=self.loss_scale
+        )
         routers = {number: router for built in self.parts for number, router in built.decoder.routers.items()}
         self.balance = Balance(shape, routers, mesh.layout.world, mesh.layout.world // mesh.layout.pp)
+        self.fp8_names: list[str] = []
         self.feed = Feed()
         self.pipeline = self._pipeline([number for number, _ in parts]) if parallel.pp > 1 else None
 
@@ -148,15 +160,28 @@ class Engine:
         tokens, labels, positions, borders = (
             t.to(self.machine.device, non_blocking=True) for t in (*own, batch.cu_seqlens)
         )
-        # Where weights are freed between micro-batches, what was made from them is not kept either.
-        kept = first if self.config.parallel.zero < 3 else None
-        with decoder.cuts.fp8.forward(kept) if decoder.cuts.fp8 else nullcontext():
+        fp8, keeps = decoder.cuts.fp8, self.config.parallel.zero < 3  # else weights are freed between micro-batches
+        with fp8.forward(first, keeps) if fp8 else nullcontext():
             result: LossSums | Tensor = decoder(
                 tokens if x is None else x, labels, positions, borders, train.seq_len,
                 documents=self.config.data.document_mask, scale=self.feed.scale,
                 share=1.0 / (train.global_batch * train.seq_len),
+                loss_scale=self.loss_scale.scale if self.loss_scale else None,
             )  # fmt: skip
         return result
+
+    def watch(self, watching: bool) -> None:
+        """Whether the coming step notes how FP8 fares."""
+        for built in self.parts:
+            if built.fp8 is not None:
+                built.fp8.health.begin(watching)
+
+    def fp8_health(self, everyone: Everyone) -> dict[str, Any]:
+        """The `fp8` record of the watched step; every rank must ask."""
+        own = {name: slot.health for built in self.parts for name, slot in slots_of(built.decoder)}
+        if not self.fp8_names:
+            self.fp8_names = sorted({n for each in everyone.gather(" ".join(own)) for n in each.split()}, key=by_layer)
+        return gathered(own, self.fp8_names, KINDS)
 
     def agree(self, everyone: Everyone, batch: StepBatch, stops: bool) -> Agreed:
         """Add up what each process knows of the coming step, in one small message."""
@@ -278,6 +303,8 @@ class Engine:
             yield name, Piece(tensor, shard.shape, shard.start, shard.writes)
         for name, bias in self.balance.state():
             yield name, replace(whole(bias), writes=self.first_of_stage)
+        for name, value in self.loss_scale.state() if self.loss_scale else ():
+            yield name, replace(whole(value), writes=self.mesh.rank == 0)
         for built in self.parts:
             if built.fp8 is not None and built.fp8.delayed:
                 yield from self._scales(built.decoder)

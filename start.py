@@ -7,9 +7,11 @@ from pathlib import Path
 
 from checkpoint import store
 from checkpoint.store import RunState
+from conf.moe_rules import layout_dependent
 from conf.resolve import changes, run_directory, total_steps
 from conf.schema import Config
-from errors import ConfigRefused
+from data.indexed import IndexedCorpus
+from errors import ConfigRefused, DataRefused
 from metrics.sinks import Console
 
 
@@ -49,6 +51,26 @@ def find_saved(config: Config, console: Console) -> Saved | None:
     return saved
 
 
+def newest_words(config: Config) -> str:
+    """What there is to go back to."""
+    found = store.list_checkpoints(checkpoint_folder(config))
+    return f"The newest checkpoint is {found[-1]}" if found else "There is no checkpoint"
+
+
+def require_targets(corpus: IndexedCorpus, prefix: str | Path, document_mask: bool) -> None:
+    """Refuse a corpus of which no token can be predicted from another.
+
+    Raises:
+        DataRefused: documents are masked from each other, and each is a single token.
+    """
+    if document_mask and corpus.tokens <= corpus.documents:
+        raise DataRefused(
+            f"{prefix} has nothing to learn: its {corpus.documents:,} documents hold {corpus.tokens:,} tokens, and "
+            "under data.document_mask=true a document's first token has no context; prepare longer documents, or "
+            "write data.document_mask=false"
+        )
+
+
 def _check_resume(config: Config, saved: Saved, console: Console) -> None:
     """Print how the configuration differs from the checkpoint's; refuse what would change the training."""
     free, refused = changes(saved.state.config, config)
@@ -62,3 +84,6 @@ def _check_resume(config: Config, saved: Saved, console: Console) -> None:
     console.say(f"resuming from {saved.path} at step {saved.state.step}")
     for change in free:
         console.say(f"  changed since then: {change}")
+    for sentence in layout_dependent(config.model):
+        if any(change.key.startswith("parallel.") or change.key == "train.micro_batch" for change in free):
+            console.say(f"warning: this changes the training, since {sentence}")

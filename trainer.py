@@ -46,7 +46,7 @@ from parallel.mesh import make_mesh
 from parallel.process import Everyone, joined
 from parallel.ranks import Ranks, find_ranks
 from parallel.schedules import schedule_name, stages_per_rank
-from start import Saved, checkpoint_folder, find_saved, last_step
+from start import Saved, checkpoint_folder, find_saved, last_step, newest_words, require_targets
 
 
 def run(config: Config, overrides: list[str]) -> int:
@@ -68,13 +68,15 @@ def run(config: Config, overrides: list[str]) -> int:
         with joined(ranks, device, config.parallel.timeout) as everyone:
             follower.joined = True
             require_one_task(everyone, config, task_text(config, saved, data, device))
+            words = f"{ranks.world} by {ranks.source}: {layout_of(config.parallel, ranks.world).words}"
             if leads:
-                words = f"{ranks.world} by {ranks.source}: {layout_of(config.parallel, ranks.world).words}"
-                directory.prepare(to_yaml(config), overrides, saved.state.step if saved else 0, words)
+                directory.prepare(saved.state.step if saved else 0)
                 console.open_log(directory.path / "log.txt")
             everyone.barrier()
             with rank_log(directory.path / "logs", ranks.rank):
                 trainer = Trainer(config, data, directory, console, ranks, everyone, saved)
+                if leads:  # a start that was refused leaves no word of its settings
+                    directory.record(to_yaml(config), overrides, words)
                 return trainer.train()
 
 
@@ -111,6 +113,8 @@ class Progress:
     """Steps of this start whose gradients were not finite."""
     skipped_in_a_row: int = 0
     """Those of them since the last good step."""
+    hopeless_in_a_row: int = 0
+    """Of those again, the ones that lowered no loss scale: what train.max_skips counts."""
 
 
 class Trainer:
@@ -217,6 +221,7 @@ class Trainer:
         """The loader of training steps, and the held-out micro-batches (none without a held-out corpus)."""
         config, source, train = self.config, self.data.source, self.config.train
         corpus = IndexedCorpus(source.train)
+        require_targets(corpus, source.train, config.data.document_mask)
         order = SampleOrder(corpus.tokens, train.seq_len, config.run.seed, source.name)
         count, unused = count_parameters(self.shape), inactive_parameters(self.shape)
         used = f", of which a token uses {count - unused:,}" if unused else ""
@@ -233,8 +238,10 @@ class Trainer:
         if source.validation is None or not train.eval_every:
             self.console.say("validation: none" + ("" if source.validation else " (the source has no held-out corpus)"))
             return loader, []
+        held = IndexedCorpus(source.validation)
+        require_targets(held, source.validation, config.data.document_mask)
         held_out = validation_batches(
-            IndexedCorpus(source.validation), samples=train.eval_samples, micro_batch=train.micro_batch,
+            held, samples=train.eval_samples, micro_batch=train.micro_batch,
             seq_len=train.seq_len, document_mask=config.data.document_mask, vocab_size=vocab_size,
             rank=dp_rank, ranks=self.layout.dp,
             group=self.engine.micro_batches if config.parallel.pp > 1 else 1,
@@ -310,10 +317,18 @@ class Trainer:
         """Whether something done every so many steps is due now; always so at the last step."""
         return self.progress.step == self.last or (every > 0 and self.progress.step % every == 0)
 
+    def will_be_due(self, every: int) -> bool:
+        """Whether something is due after the coming step that is told in its record."""
+        step = self.progress.step + 1
+        recorded = step == self.last or step % self.config.metrics.every == 0
+        return every > 0 and recorded and (step % every == 0 or step == self.last)
+
     def take_step(self, batch: StepBatch, agreed: Agreed) -> tuple[StepSums, float]:
         """One step of the engine: its sums, still on the device, and the learning rate."""
         progress = self.progress
         lr = self.peak_lr * lr_share(self.config.lr_schedule, progress.step, total_steps(self.config))
+        self.watched = self.config.precision.in_fp8 and self.will_be_due(self.config.precision.fp8.health_every)
+        self.engine.watch(self.watched)
         sums, self.outcome = self.engine.step(batch.micro_batches, agreed.valid_tokens, lr)
         progress.step += 1
         progress.samples += len(batch.samples)
@@ -348,27 +363,45 @@ class Trainer:
             "memory_gb": peak_memory_gb(self.machine.device), "skipped": progress.skipped,
             **({"moe": summary(routed)} if routed else {}),
             **({"cp_imbalance": imbalance} if imbalance is not None else {}),
+            **({"fp8": self.engine.fp8_health(self.everyone)} if self.watched else {}),
+            **({"loss_scale": self.outcome.loss_scale[0].item()} if self.outcome.loss_scale else {}),
         })  # fmt: skip
         self.recorded = progress.step
         self.read_skips(report)
 
     def read_skips(self, report: Reporter) -> None:
-        """Tell of the steps skipped since the last look, and stop the run if too many came in a row."""
-        progress, unread = self.progress, self.unread
+        """Tell of the steps skipped since the last look, and stop the run if too many came in a row.
+
+        A skip that lowers fp16's loss scale is how the scale is found, from an initial one that is too large as after
+        each doubling: train.max_skips does not count it. A run that has diverged comes down to precision.fp16.least
+        within so many halvings, from where on every skip counts.
+        """
+        progress, unread, most = self.progress, self.unread, self.config.train.max_skips
         self.unread = []
         for step, outcome in unread:
             if not outcome.skipped.item():
-                progress.skipped_in_a_row = 0
+                progress.skipped_in_a_row = progress.hopeless_in_a_row = 0
                 continue
             progress.skipped += 1
             progress.skipped_in_a_row += 1
-            report.event("skip", step, f"step {step} changed nothing: its gradients are not finite")
-            if progress.skipped_in_a_row >= self.config.train.max_skips:
+            progress.hopeless_in_a_row += not self.report_skip(report, step, outcome)
+            if progress.hopeless_in_a_row >= most:
                 raise Diverged(
-                    f"{progress.skipped_in_a_row} steps in a row had gradients that are not finite "
-                    f"(train.max_skips={self.config.train.max_skips}); lower optim.lr, or look at what these steps "
-                    f"read. The newest checkpoint is from before step {step}"
+                    f"{progress.hopeless_in_a_row} steps in a row had gradients that are not finite "
+                    f"(train.max_skips={most}); lower optim.lr, or look at what these steps read. "
+                    + newest_words(self.config)
                 )
+
+    def report_skip(self, report: Reporter, step: int, outcome: StepOutcome) -> bool:
+        """Record a skipped step; whether it lowered the loss scale."""
+        text = f"step {step} changed nothing: its gradients are not finite"
+        if outcome.loss_scale is None:
+            report.event("skip", step, text)
+            return False
+        scale, after = (each.item() for each in outcome.loss_scale)
+        change = f"lowered from {scale:g} to" if after < scale else "stays at its least,"
+        report.event("skip", step, f"{text}; the loss scale is {change} {after:g}", loss_scale=after)
+        return after < scale
 
     def evaluate(self, report: Reporter) -> None:
         """Loss on the held-out samples, whatever the micro-batch size and the layout."""

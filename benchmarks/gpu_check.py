@@ -282,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
 
     def run() -> int:
+        if options.json and not options.json.resolve().parent.is_dir():
+            raise ConfigRefused(f"--json {options.json}: its folder does not exist; make it, or name another file")
         setting = Setting(chosen_device(options.device), options.quick)
         sections = [each for each in SECTIONS if not options.section or each.name in options.section]
         outcomes = check(sections, setting, options.here, options.json)

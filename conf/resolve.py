@@ -16,7 +16,7 @@ import yaml
 
 from conf.problem import show
 from conf.schema import Config
-from conf.tree import is_section, leaves, optional, own_leaves, sections
+from conf.tree import is_section, leaves, optional, own_leaves
 
 FREE = (
     "run.name",
@@ -101,16 +101,21 @@ def _plain(value: Any) -> Any:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Dotted key to plain value; lists and optional mappings stay whole."""
-    return _flat(to_dict(config))
+    return _keys(to_dict(config))
 
 
-def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+def _keys(nested: Mapping[str, Any]) -> dict[str, Any]:
+    return _flat(nested, "", leaves())
+
+
+def _flat(nested: Mapping[str, Any], prefix: str, known: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in nested.items():
-        if isinstance(value, Mapping) and (name in sections() or name == "extra"):
-            flat.update({f"{name}.{key}": item for key, item in value.items()})
+        key = prefix + name
+        if isinstance(value, Mapping) and (key == "extra" or (key not in known and prefix != "extra.")):
+            flat |= _flat(value, key + ".", known)
         else:
-            flat[name] = value
+            flat[key] = value
     return flat
 
 
@@ -136,7 +141,7 @@ _Dumper.add_representer(str, _text)
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Dotted keys whose values differ between two saved configurations."""
-    return [change.key for change in _differences(_flat(one), _flat(other))]
+    return [change.key for change in _differences(_keys(one), _keys(other))]
 
 
 def changes(old: Mapping[str, Any], new: Config) -> tuple[list[Change], list[Change]]:
@@ -144,7 +149,7 @@ def changes(old: Mapping[str, Any], new: Config) -> tuple[list[Change], list[Cha
 
     A key that the saved run lacks had its default; one that this version does not know counts as a change.
     """
-    found = _differences(flatten(Config()) | _flat(old), flatten(new))
+    found = _differences(flatten(Config()) | _keys(old), flatten(new))
     free = [each for each in found if is_free(each.key, new.checkpoint.allow)]
     return free, [each for each in found if each not in free]
 

@@ -115,7 +115,7 @@ RANGES = (
     Range("precision.fp8.history", 1, 65_536),
     Range("precision.fp8.first_bf16", 0),
     Range("precision.fp8.last_bf16", 0),
-    Range("precision.fp8.error_every", 0),
+    Range("precision.fp8.health_every", 0),
     Range("optim.lr", 0, above=True),
     Range("optim.beta1", 0, 1, below=True),
     Range("optim.beta2", 0, 1, below=True),

@@ -70,8 +70,9 @@ def step_line(record: dict[str, Any], total_steps: int, seconds_left: float) -> 
     waited = record["time"]["data"] / working if working > 0 else 0.0
     waiting = f"data wait {waited:.0%} | " if waited >= 0.01 else ""
     skipped = f" | skipped {record['skipped']}" if record["skipped"] else ""
+    loss = f"{record['loss']:{'.4f' if record['loss'] < 1e4 else '.4g'}}"
     return (
-        f"step {record['step']:>{len(str(total_steps))}}/{total_steps} | loss {record['loss']:.4f} | "
+        f"step {record['step']:>{len(str(total_steps))}}/{total_steps} | loss {loss} | "
         f"norm {record['grad_norm']:.3f} | lr {record['lr']:.2e} | {record['tokens_per_s']:,.0f} tok/s | "
         f"mfu {record['mfu']:.0%} | {waiting}{working:.3f} s/step | eta {format_duration(seconds_left)}{skipped}"
     )

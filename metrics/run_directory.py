@@ -46,17 +46,23 @@ class RunDirectory:
         """Put there by anyone to ask for a save and an end."""
         return self.path / "stop"
 
-    def prepare(self, config_yaml: str, overrides: list[str], step: int, processes: str = "1") -> None:
-        """Make the folder, write what the run is started with, and count the attempt.
-
-        step: where it goes on; processes: how many, and how they share the work.
-        """
-        try:
+    def prepare(self, step: int) -> None:
+        """Make the folder, and count the attempt; step: where it goes on."""
+        with self._refusing_an_unwritable_folder():
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
+            self.write_status("running", None, step, self.status().get("attempt", 0) + 1)
+
+    def record(self, config_yaml: str, overrides: list[str], processes: str = "1") -> None:
+        """Write what the run is trained with; processes: how many, and how they share the work."""
+        with self._refusing_an_unwritable_folder():
             write_whole(self.path / "config.yaml", config_yaml)
             write_whole(self.path / "overrides.txt", "".join(f"{line}\n" for line in overrides))
             write_whole(self.path / "environment.txt", f"processes: {processes}\n" + describe_environment())
-            self.write_status("running", None, step, self.status().get("attempt", 0) + 1)
+
+    @contextmanager
+    def _refusing_an_unwritable_folder(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigRefused(f"run.dir: cannot write the run's folder {self.path} ({error}); set run.dir") from error
 
@@ -137,11 +143,9 @@ class RunDirectory:
     @contextmanager
     def _held(self) -> Iterator[None]:
         """Hold the run's lock, which the system drops when the process ends, however it ends."""
-        try:
+        with self._refusing_an_unwritable_folder():
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / ".lock").open("a")
-        except OSError as error:
-            raise ConfigRefused(f"run.dir: cannot write the run's folder {self.path} ({error}); set run.dir") from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from model.attention import AttentionContext
 
 
@@ -17,3 +19,5 @@ class BlockContext:
     """Tokens of a sequence on this context-parallel rank."""
     share: float
     """1 / tokens of the step: what a token weighs in losses that are means over all tokens."""
+    loss_scale: Tensor | None = None
+    """[] fp32, what the gradients of all losses are multiplied by; None: by nothing."""

@@ -38,7 +38,7 @@ class LossSettings:
 
 
 def chunk_terms(
-    logits: Tensor, labels: Tensor, settings: LossSettings, scale: float, with_grad: bool
+    logits: Tensor, labels: Tensor, settings: LossSettings, scale: float | Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses of one chunk; its logits [C, this rank's entries] become their own gradient, in place.
 
@@ -60,7 +60,9 @@ def chunk_terms(
     return losses, squares
 
 
-def _row_terms(logits: Tensor, labels: Tensor, settings: LossSettings, scale: float | None) -> tuple[Tensor, Tensor]:
+def _row_terms(
+    logits: Tensor, labels: Tensor, settings: LossSettings, scale: float | Tensor | None
+) -> tuple[Tensor, Tensor]:
     """`chunk_terms` of a few rows, whose fp32 form fits the cache; scale None: the gradient is not needed."""
     valid = (labels != IGNORE)[:, None]
     target = labels.clamp(min=0)[:, None]
@@ -121,7 +123,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         settings: LossSettings,
-        scale: float,
+        scale: float | Tensor,
         terms: Any,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +153,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def chunked_loss(
-    x: Tensor, weight: Tensor, labels: Tensor, settings: LossSettings, scale: float, terms: Any = chunk_terms
+    x: Tensor, weight: Tensor, labels: Tensor, settings: LossSettings, scale: float | Tensor, terms: Any = chunk_terms
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss of a micro-batch's tokens under a linear head.
 
@@ -159,7 +161,9 @@ def chunked_loss(
         x: [T, hidden] after the final norm.
         weight: [padded vocabulary / tp, hidden].
         labels: [T] int64, IGNORE where there is no target.
-        scale: 1 / number of valid tokens in the whole step, so that micro-batches simply add up.
+        scale: 1 / number of valid tokens in the whole step, so that micro-batches simply add up; times
+            fp16's loss scale, a device scalar then: it has to be in the gradients before they are rounded to fp16, and
+            that is done here, not in the backward pass.
         terms: `chunk_terms`, or its compiled form.
 
     Returns:

@@ -89,7 +89,7 @@ class Router(nn.Module):
         if self.moe.z_loss > 0:
             z_loss = self.moe.z_loss * context.share * logits.logsumexp(-1).square().sum()
         self._note(shares.detach(), routing, balance_loss.detach(), z_loss.detach())
-        return routing._replace(weights=_Attach.apply(routing.weights, balance_loss + z_loss))
+        return routing._replace(weights=_Attach.apply(routing.weights, balance_loss + z_loss, context.loss_scale))
 
     def _balance_loss(self, shares: Tensor, experts: Tensor, context: BlockContext) -> Tensor:
         """This rank's addend of coefficient * E * sum_i f_i P_i, averaged over all tokens of the step.
@@ -190,15 +190,15 @@ class _WideLinear(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """x as it is; in the backward pass the loss gets the gradient 1."""
+    """x as it is; in the backward pass the loss gets the gradient 1, or the loss scale, as the objective does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        """x [...], loss [] -> x."""
-        ctx.one = torch.ones_like(loss)
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+        """x [...], loss [] and scale [] -> x."""
+        ctx.one = torch.ones_like(loss) if scale is None else scale.to(loss.dtype, copy=True)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """The gradient of x as it came."""
-        return grad, ctx.one
+        return grad, ctx.one, None

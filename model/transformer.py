@@ -34,7 +34,7 @@ class LossSums(NamedTuple):
     """What one micro-batch adds to the step."""
 
     objective: Tensor
-    """Differentiable, already divided by the step's valid tokens."""
+    """Differentiable, already divided by the step's valid tokens, and multiplied by the loss scale if there is one."""
     cross_entropy: Tensor
     """Sum over valid tokens, nats."""
     z_square: Tensor
@@ -151,6 +151,7 @@ class Decoder(nn.Module):
 
     def hidden_states(
         self, x: Tensor, positions: Tensor, cu_seqlens: Tensor, seq_len: int, *, documents: bool, share: float = 0.0,
+        loss_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """This part's blocks.
 
@@ -161,6 +162,7 @@ class Decoder(nn.Module):
             cu_seqlens: [D + 1], borders in the whole sequences.
             seq_len: tokens of a whole sequence.
             share: 1 / tokens of the step, for losses that are means over all of them.
+            loss_scale: [] fp32, what the gradients of all losses are multiplied by; None: by nothing.
 
         Returns:
             [T/tp, hidden]: after the final norm for the last part.
@@ -172,7 +174,7 @@ class Decoder(nn.Module):
             dtype=x.dtype, window=self.config.window, documents=documents,
             whole_masks=self.compiled, cp=self.cuts.cp, exchange=self.cuts.exchange,
         )  # fmt: skip
-        context = BlockContext(attention, seq_len // self.cuts.cp.size, share)
+        context = BlockContext(attention, seq_len // self.cuts.cp.size, share, loss_scale)
         for block in self.layers.values():
             x = block(x, context)
         return x if self.norm is None else self.norm(x)
@@ -185,17 +187,20 @@ class Decoder(nn.Module):
 
     def forward(
         self, x: Tensor, labels: Tensor, positions: Tensor, cu_seqlens: Tensor, seq_len: int, *,
-        documents: bool, scale: float, share: float = 0.0,
+        documents: bool, scale: float, share: float = 0.0, loss_scale: Tensor | None = None,
     ) -> LossSums | Tensor:  # fmt: skip
         """The last part: loss of one micro-batch; others: [T/tp, hidden] for the next part.
 
         labels [T] with IGNORE; scale = 1 / valid tokens of the step. The rest as in `hidden_states`.
         """
-        x = self.hidden_states(x, positions, cu_seqlens, seq_len, documents=documents, share=share)
+        x = self.hidden_states(
+            x, positions, cu_seqlens, seq_len, documents=documents, share=share, loss_scale=loss_scale
+        )
         if not self.part.last:
             return x
         x = gather_tokens(x, self.axis)
-        return LossSums(*chunked_loss(x, self.head_weight, labels, self.loss_settings, scale, self.loss_terms))
+        weight = scale if loss_scale is None else loss_scale * scale
+        return LossSums(*chunked_loss(x, self.head_weight, labels, self.loss_settings, weight, self.loss_terms))
 
 
 def _loss_settings(config: ModelConfig, axis: Axis) -> LossSettings:

@@ -3,7 +3,7 @@
 Everything here works on this rank's rectangles alone. Where FSDP shards a parameter, the shard is the fp32
 master. Elsewhere compute weights may be bf16; each then has an fp32 master that AdamW updates and that is
 rounded into it afterwards, and gradients are fp32 from the first addition on (`grad_dtype`), so micro-batches
-add up without bf16 rounding.
+add up without bf16 rounding. Under fp16 they come multiplied by the loss scale, which is divided out here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from optim.config import OptimConfig
+from optim.loss_scale import LossScale
 from parallel.shards import Shard
 
 _NORM_PIECE = 1 << 15  # elements whose squares are summed in one fp32 number
@@ -28,9 +29,11 @@ class StepOutcome:
     """Device scalars of one step; reading them waits for the device."""
 
     grad_norm: Tensor
-    """Global norm before clipping, fp64."""
+    """Global norm before clipping, without the loss scale, fp64."""
     skipped: Tensor
     """1.0 where the gradients were not finite and nothing was changed, else 0.0."""
+    loss_scale: tuple[Tensor, Tensor] | None = None
+    """fp16: what the gradients were multiplied by, and what the next step's will be."""
 
 
 def square_sum(gradients: Sequence[Tensor]) -> Tensor:
@@ -72,13 +75,14 @@ class Updater:
     """AdamW over the master weights of this rank, with clipping and skipping inside the fused kernel.
 
     Parameters come in the masters' dtype; those that FSDP does not shard leave in `compute_dtype`. Where they
-    are the same, the parameters are the masters.
+    are the same, the parameters are the masters. With a `loss_scale`, gradients come multiplied by it.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], config: OptimConfig, compute_dtype: torch.dtype, everywhere: bool = False
-    ) -> None:
-        self.config, self.shards, self.everywhere = config, list(shards), everywhere
+        self, shards: Sequence[Shard], config: OptimConfig, compute_dtype: torch.dtype, everywhere: bool = False,
+        loss_scale: LossScale | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.shards, self.everywhere, self.loss_scale = config, list(shards), everywhere, loss_scale
         self.masters = [_master(each, compute_dtype) for each in self.shards]
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for each, master in zip(self.shards, self.masters, strict=True):
@@ -97,22 +101,31 @@ class Updater:
         for each, master in zip(self.shards, self.masters, strict=True):
             master.grad = each.gradient
             held += [(master.grad, each.copies)] if master.grad is not None else []
+        scale = None if self.loss_scale is None else self.loss_scale.scale.clone()
         norm = global_norm(held, self.everywhere)
+        norm = norm if scale is None else norm / scale
         skipped = (~norm.isfinite()).float()
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        divisor = self._divisor(norm)
+        divisor = self._divisor(norm) if scale is None else self._divisor(norm) * scale
         if held[0][0].dtype == torch.float64:  # the kernel's divisor is fp32, too coarse for a proof in fp64
             torch._foreach_div_([gradient for gradient, _ in held], divisor)
             divisor = torch.ones_like(divisor)
-        # The fused kernel divides gradients by grad_scale and does nothing where found_inf is set: clipping
-        # costs no pass over memory and skipping needs no answer from the device.
+        # The fused kernel divides gradients by grad_scale and does nothing where found_inf is set: clipping and
+        # the loss scale cost no pass over memory and skipping needs no answer from the device.
         self.adamw.grad_scale = divisor.float()  # type: ignore[attr-defined]
         self.adamw.found_inf = skipped  # type: ignore[attr-defined]
         self.adamw.step()
         self.publish()
         self.clear_gradients()
-        return StepOutcome(norm, skipped)
+        return StepOutcome(norm, skipped, self._move_scale(scale, skipped))
+
+    def _move_scale(self, scale: Tensor | None, skipped: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Follow the step's outcome; scale: the step's own."""
+        if self.loss_scale is None or scale is None:
+            return None
+        self.loss_scale.update(skipped)
+        return scale, self.loss_scale.scale.clone()
 
     def _divisor(self, norm: Tensor) -> Tensor:
         """What gradients are divided by: 1, or (norm + 1e-6) / clip where that is larger."""

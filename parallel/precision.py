@@ -13,11 +13,13 @@ class LossScaleConfig:
     """fp16's dynamic loss scale (Micikevicius et al., 2018): gradients are made this much larger, then divided."""
 
     initial: float = 65536.0
-    """At the first step; a power of two."""
+    """At the first step; a power of two. One that is too large costs a step a halving, which train.max_skips does not
+    count."""
     growth_interval: int = 1000
-    """Good steps in a row after which it is doubled."""
+    """Good steps in a row after which it is doubled, up to 2^24."""
     least: float = 1.0
-    """It is halved at each step whose gradients are not finite, but not below this."""
+    """It is halved at each step whose gradients are not finite, but not below this; train.max_skips counts the steps
+    that are skipped at this value."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class FP8Config:
     """Whether the linears of dense MLPs, and of experts that every token uses, are in FP8."""
     experts: bool = True
     """Whether the experts that tokens choose are in FP8 (routers never are)."""
-    error_every: int = 0
-    """Steps between measurements of the quantisation error, which cost a pass over each operand; 0: none."""
+    health_every: int = 10
+    """Steps between records of how FP8 fares (largest values, scales, values lost, errors), each a few passes over
+    every operand; 0: none."""
 
 
 @dataclass(frozen=True)

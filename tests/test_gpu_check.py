@@ -196,6 +196,29 @@ def test_layers_are_left_out_until_the_rest_fits():
     assert gpu_sections.fitting(gpu_sections.ONE_B, 4096, 0.0).layers == 1
 
 
+def test_memory_is_told_by_kind(monkeypatch):
+    setting = Setting(CPU, quick=True)
+    config = gpu_sections.speed_config(setting)
+    allocated = iter([14_000_000, 16_000_000])  # before the step, and at the end of its backward pass
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: next(allocated))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 20_000_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 24_000_000)
+    with gpu_sections.trial_corpus(config, 1) as batches:
+        engine = gpu_sections.made(config, CPU)
+        told = {f.name.removeprefix("eager: "): f for f in gpu_sections._memory(engine, batches[0], "eager")}
+    assert told["weights and optimizer"].value == pytest.approx(0.014)
+    assert told["gradients at the end of the backward pass"].value == pytest.approx(0.002)
+    assert told["peak of activations and gradients"].value == pytest.approx(0.006)
+    assert told["reserved"].value == pytest.approx(0.024)
+    assert not told["weights and optimizer a parameter"].passed  # 14 MB for 0.36 M parameters
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, capsys):
+    assert main(["--device", "cpu", "--json", str(tmp_path / "none" / "report.json")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
 def test_a_gpu_that_is_not_there_is_refused_in_words(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main(["--device", "cuda"]) == 2

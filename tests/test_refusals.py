@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import train
+from data.writer import CorpusWriter
 from tests.conftest import write_corpus
 
 REFUSED = {
@@ -93,6 +94,20 @@ def test_one_id_over_the_vocabulary_is_refused_with_its_position_while_training(
 
     assert train.main([*damaged(tmp_path, tiny, one_bad_id), "train.steps=40"]) == 3
     assert "999" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_documents_of_one_token_are_refused_where_they_are_masked(tmp_path, tiny, capsys, corpus, held_out):
+    with CorpusWriter(tmp_path / "ones", "uint16") as writer:
+        for token in range(500):
+            writer.add_document([token % 96])
+        writer.finish(tokenizer="0" * 64, vocab_size=96, bytes_of_text=500)
+    source = {"prefix": corpus, "validation": tmp_path / "ones"} if held_out else {"prefix": tmp_path / "ones"}
+    named = ", ".join(f"{key}: '{path}'" for key, path in source.items())
+    ones = [*(o for o in tiny if "data.sources" not in o), f"data.sources=[{{name: ones, {named}}}]"]
+    assert train.main(ones) == 3
+    assert "ones has nothing to learn: its 500 documents hold 500 tokens" in capsys.readouterr().err
+    assert train.main([*ones, "data.document_mask=false", "train.stop_at=1"]) == 0
 
 
 def test_a_secret_under_a_mistyped_key_is_not_shown(tiny, capsys):

@@ -204,18 +204,29 @@ def test_a_resume_prints_free_changes_and_refuses_those_of_the_training(tiny, ca
     assert train.main([*tiny, "optim.lr=5e-4", "checkpoint.allow=[optim.lr]"]) == 0
 
 
+def test_a_layout_that_changes_the_training_says_so_on_a_resume(tiny, capsys):
+    moe = "model.moe={experts: 4, top_k: 2, ffn: 16, balance: batch}"
+    assert train.main([*tiny, moe, "train.stop_at=3"]) == 0
+    assert "this changes the training" not in capsys.readouterr().out
+    assert train.main([*tiny, moe, "train.micro_batch=2", "train.stop_at=5"]) == 0
+    assert "warning: this changes the training, since model.moe.balance=batch" in capsys.readouterr().out
+
+
 def test_a_changed_corpus_under_the_same_name_is_refused(tiny, corpus, tmp_path, capsys):
     other = write_corpus(tmp_path / "other", 60, seed=9)
     assert train.main([*tiny, "train.stop_at=3"]) == 0
     sources = f"data.sources=[{{name: small, prefix: '{other}', validation: '{corpus.parent / 'held'}'}}]"
+    settings = (run_of(tiny) / "config.yaml").read_text()
     assert train.main([*tiny, sources, "checkpoint.allow=[data.sources]"]) == 3
     assert "trained on other data" in capsys.readouterr().err
+    assert (run_of(tiny) / "config.yaml").read_text() == settings  # nothing was trained with the others
 
 
 def test_gradients_that_are_not_finite_are_skipped_recorded_and_at_last_stop_the_run(tiny, capsys):
     """A learning rate beyond all measure makes the weights, then the loss, overflow."""
     assert train.main([*tiny, "optim.lr=1e38", "lr_schedule.warmup=0", "train.max_skips=4"]) == 4
-    assert "steps in a row had gradients that are not finite" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "steps in a row had gradients that are not finite" in said and "There is no checkpoint" in said
     run = run_of(tiny)
     assert [r["event"] for r in records(run) if r.get("event") == "skip"] == ["skip"] * 4
     broken = [r for r in records(run) if "nonfinite" in r]

@@ -7,6 +7,8 @@ closes thus (`reduce_and_update_fp8_tensors` there):
 forward ends            x, w: row 0 becomes the maximum of all ranks that share the tensors; new scales; rows move up
 backward of the first   g: likewise. It is the last to run, as the first linear of the forward pass is the last of
 linear ends             the backward pass
+w                       is rounded in the first micro-batch of a step and serves the others; where weights are freed
+                        in between, it is rounded again by the same scale
 a part made again       uses the scales that its first pass used, and leaves no trace
 evaluation              uses the current scales, and leaves no trace
 """
@@ -51,6 +53,8 @@ class Operand(NamedTuple):
     """For sums over its last dimension."""
     first: Quantized
     """For sums over its first dimension."""
+    scale: Tensor | None = None
+    """Of all its values; None: each block has its own."""
 
 
 class Table:
@@ -100,7 +104,9 @@ class FP8:
         hybrid = config.fp8.format == "hybrid" and self.recipe in ("fp8_delayed", "fp8_current")
         self.forms = {kind: FORMATS["e5m2" if hybrid and kind == "g" else "e4m3"] for kind in KINDS}
         self._replayed: dict[bool, Tensor] | None = None
-        self._opened = self._caches = self._records = False
+        self._opened = self._records = False
+        self.keeps = self.goes_on = False
+        """Whether rounded weights are kept, and whether what is kept serves this pass."""
 
     @property
     def delayed(self) -> bool:
@@ -127,20 +133,23 @@ class FP8:
         self.health.allocate(sum(table.rows for table in self.tables.values()), len(KINDS), device)
 
     @contextmanager
-    def forward(self, first: bool | None) -> Iterator[None]:
+    def forward(self, first: bool, keeps: bool) -> Iterator[None]:
         """The forward pass of a micro-batch.
 
         Args:
-            first: of the step, so that weights are quantised, for the others to use too; None: weights are not kept.
+            first: of the step: weights have changed.
+            keeps: rounded weights are kept for the other micro-batches; else their scales alone.
         """
         training = torch.is_grad_enabled()
         self._opened, self._records = training, training
-        self._caches = first is not None and training
-        if first is not False or not training:
+        self.keeps, self.goes_on = keeps, training
+        if first or not training:
             for slot in self.slots:
                 slot.kept.clear()
-        yield
-        self._opened = self._records = False
+        try:
+            yield
+        finally:
+            self._opened = self._records = False
         if training and self.delayed:
             self._close(_FORWARD)
 
@@ -169,11 +178,13 @@ class FP8:
     def _again(self, scales: dict[bool, Tensor] | None) -> Iterator[None]:
         before = self._replayed, self._records, self._opened
         self._replayed, self._records, self._opened = scales, False, False
-        yield
-        self._replayed, self._records, self._opened = before
+        try:
+            yield
+        finally:  # torch ends a second pass by an exception, once it has what it needs
+            self._replayed, self._records, self._opened = before
 
-    def quantize(self, x: Tensor, kind: Kind, expert: bool, row: int) -> Operand:
-        """x [rows, columns] of the linear in a row of a table."""
+    def quantize(self, x: Tensor, kind: Kind, expert: bool, row: int, scale: Tensor | None = None) -> Operand:
+        """x [rows, columns] of the linear in a row of a table; scale: of one scale a tensor, where it is known."""
         form = self.forms[kind]
         if self.recipe == "mxfp8":
             return Operand(quantize_mx(x, 1, form), quantize_mx(x, 0, form))
@@ -182,10 +193,11 @@ class FP8:
                 square = quantize_blocks(x, (BLOCK, BLOCK), form)
                 return Operand(square, square)
             return Operand(quantize_blocks(x, (1, BLOCK), form), quantize_blocks(x, (BLOCK, 1), form))
-        amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-        scale = self._scale(amax, kind, expert, row) if self.delayed else current_scale(amax, form)
+        if scale is None:
+            amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+            scale = self._scale(amax, kind, expert, row) if self.delayed else current_scale(amax, form)
         both = quantize_tensor(x, scale, form)
-        return Operand(both, both)
+        return Operand(both, both, scale)
 
     def _scale(self, amax: Tensor, kind: Kind, expert: bool, row: int) -> Tensor:
         """The scale of now, or of the pass that is made again; the maximum is remembered."""
@@ -196,36 +208,40 @@ class FP8:
         scales = table.scale if self._replayed is None or kind == "g" else self._replayed[expert]
         return scales[row, column].clone()  # the table moves on before the backward pass
 
-    @property
-    def keeps(self) -> bool:
-        """Whether quantised weights serve the other micro-batches of the step."""
-        return self._caches
-
 
 class Slot:
     """The place of one linear's scales, or of one for each of so many experts."""
 
     def __init__(self, fp8: FP8, expert: bool, row: int, count: int) -> None:
         self.fp8, self.expert, self.row, self.count = fp8, expert, row, count
-        self.kept: dict[int, Operand] = {}
+        self.kept: dict[int, Operand | Tensor] = {}
 
-    def operand(self, x: Tensor, kind: Kind, number: int = 0) -> Operand:
-        """x [rows, columns] for the expert of this number."""
-        made = self.fp8.quantize(x, kind, self.expert, self.row + number)
+    def operand(self, x: Tensor, kind: Kind, number: int = 0, scale: Tensor | None = None) -> Operand:
+        """x [rows, columns] for the expert of this number; scale: one that is known."""
+        made = self.fp8.quantize(x, kind, self.expert, self.row + number, scale)
         self.fp8.health.note(x, made.last, self.place(number), KINDS.index(kind), self.fp8.forms[kind])
         return made
 
     def weight(self, weight: Tensor, number: int = 0) -> Operand:
-        """weight [out, in], quantised once a step where it is kept."""
-        if not self.fp8.keeps:
-            return self.operand(weight, "w", number)
-        if number not in self.kept:
-            self.kept[number] = self.operand(weight, "w", number)
-        return self.kept[number]
+        """weight [out, in], rounded once a step, or each time by the scale of the first."""
+        kept = self.kept.get(number) if self.fp8.goes_on else None
+        if isinstance(kept, Operand):
+            return kept
+        made = self.operand(weight, "w", number, kept)
+        saved = made if self.fp8.keeps else made.scale
+        if self.fp8.goes_on and saved is not None:
+            self.kept[number] = saved
+        return made
 
     def place(self, number: int) -> int:
         """Row among all linears: dense ones first."""
         return self.row + number + (self.fp8.tables[False].rows if self.expert else 0)
+
+    @property
+    def health(self) -> tuple[Tensor, Tensor]:
+        """What Health has of it: sums and maxima, [count, 3, ...]."""
+        rows, health = slice(self.place(0), self.place(0) + self.count), self.fp8.health
+        return health.sums[rows], health.maxima[rows]
 
     def state(self) -> dict[str, Tensor]:
         """Views of what a checkpoint keeps: history [3, length] and scale [3], of each expert for experts."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from launch.spawn import run_ranks
 from model.attention import attention_context
 from model.config import ModelConfig, MoEConfig
+from model.context import BlockContext
 from model.moe import MoE
 from model.rope import inverse_wavelengths
 from parallel.context import local_share
@@ -66,7 +67,7 @@ def layer_sends(axis, way, dtype, again):
     layer.router.register_forward_hook(lambda _module, _inputs, routing: routed.append(routing))
     x = torch.randn(TOKENS[axis.rank], HIDDEN).to(dtype).requires_grad_()
     with messages() as sent, patch.object(layer.experts, "_results", wraps=layer.experts._results) as passes:
-        layer(x, None).sum().backward()
+        layer(x, BlockContext(None, 8, 0.0)).sum().backward()
     ((experts, _, kept),) = routed
     owners = (experts if kept is None else experts[kept]) // local
     return total(sent), owners.flatten().bincount(minlength=axis.size).tolist(), passes.call_count

@@ -1,7 +1,7 @@
 """What a rank holds, moves and does in one step, counted on tensors and collectives; runs in spawned ranks."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 import torch
@@ -60,12 +60,15 @@ class Counted:
 
 
 @contextmanager
-def started(ranks, config):
-    """An engine, and a function that gives the next step's arguments."""
+def started(ranks, config, exact=False):
+    """An engine; `exact`: in fp64 but for what is rounded to FP8."""
     device = torch.device("cpu")
     with joined(ranks, device, 60) as everyone:
         machine = set_up_machine("cpu", 0, 1, 1, config.precision, 1.0, "highest", lambda _: None)
-        mesh = make_mesh(layout_of(config.parallel, ranks.world), ranks.rank, device, 60, config.model.moe is not None)
+        if exact:
+            machine = replace(machine, compute_dtype=torch.float64, master_dtype=torch.float64)
+        layout = layout_of(config.parallel, ranks.world)
+        mesh = make_mesh(layout, ranks.rank, device, 60, config.model.moe is not None, config.precision.in_fp8)
         yield Engine(config, config.model, mesh, machine, StepClock(device)), mesh, everyone
 
 

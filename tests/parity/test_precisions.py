@@ -1,11 +1,14 @@
-"""fp32 and bf16 in every kind of layout: within the published tolerances of one process."""
+"""fp32 and bf16 in every kind of layout, fp16 in some: within the published tolerances of one process."""
 
 import pytest
 
 from parallel.config import ParallelConfig as P
 from tests.parity.cases import MODEL, TIED, cases, check, config_of, pipe
 
-QUICK = {("pp2 dp2 interleaved_zb zero2", "bf16"), ("hsdp 2x2 zero2", "bf16"), ("tp2 pp2", "fp32"), ("tp2", "bf16")}
+QUICK = {
+    ("pp2 dp2 interleaved_zb zero2", "bf16"), ("hsdp 2x2 zero2", "bf16"), ("tp2 pp2", "fp32"), ("tp2", "bf16"),
+    ("pp2 dp2 interleaved_zb zero2", "fp16"),
+}  # fmt: skip
 LAYOUTS = {
     "dp2 zero0": (2, P(zero=0), TIED, "none"),
     "dp2 zero1": (2, P(), MODEL, "none"),
@@ -22,10 +25,19 @@ LAYOUTS = {
     "tp2 pp2": (4, P(tp=2, pp=2), MODEL, "none"),
     "tp2 pp2 dp2": (8, P(tp=2, pp=2), TIED, "none"),
 }
-BOTH = {(name, kind): (kind, *layout) for name, layout in LAYOUTS.items() for kind in ("fp32", "bf16")}
+HALF = {
+    "dp2 zero0", "dp2 zero1", "dp4 zero3", "tp2", "tp2 pp2", "pp2 zbv", "pp2 dp2 interleaved_zb zero2",
+    "hsdp 2x2 zero2", "tp2 pp2 dp2",
+}  # fmt: skip
+"""What fp16 is shown in: every ZeRO stage, both kinds of backward passes, and norms whose ranks must agree."""
+CASES = {
+    (name, kind): (kind, *layout)
+    for name, layout in LAYOUTS.items()
+    for kind in ("fp32", "bf16", *(("fp16",) if name in HALF else ()))
+}
 
 
-@pytest.mark.parametrize("precision, ranks, parallel, model, recompute", cases(BOTH, QUICK))
+@pytest.mark.parametrize("precision, ranks, parallel, model, recompute", cases(CASES, QUICK))
 def test_a_layout_stays_within_the_tolerance(reference, trial_corpus, precision, ranks, parallel, model, recompute):
     config = config_of(parallel, ranks, model, precision, recompute)
     check(reference, trial_corpus, config, ranks)
