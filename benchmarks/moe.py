@@ -4,7 +4,8 @@ python -m benchmarks.moe [--tokens 4096] [--rounds 15] [--json FILE]
 
 The whole layer forward and backward in bf16 on two threads: router, permutation, experts, combine. All contenders
 have the same weights and read the same tokens, in one process (with our allocator's settings for all), in turns of
-random order. Others' work on the machine only ever adds time, so a contender's figure is the median of the fastest
+random order: new tokens in every pass, as in training, and the same ones again and again. The difference is what a
+library makes anew for each number of rows that an expert gets. Others' work on the machine only ever adds time, so a contender's figure is the median of the fastest
 third of its turns; the median of all stands beside it. `products` is the limit: the experts' matrix products alone,
 nine to an expert, with loads as even as can be.
 """
@@ -86,9 +87,9 @@ def products(tokens: int) -> Callable[[], None]:
     return run
 
 
-def turn(layer: Layer, module: nn.Module, x: Tensor, grad: Tensor) -> tuple[float, Tensor]:
+def turn(layer: Layer, module: nn.Module, inputs: tuple[Tensor, Tensor], grad: Tensor) -> tuple[float, Tensor]:
     """Seconds of a forward and backward pass that follow another, and what came out."""
-    for _ in range(2):
+    for x in inputs:
         module.zero_grad(set_to_none=True)
         x.grad = None
         begin = time.perf_counter()
@@ -98,19 +99,24 @@ def turn(layer: Layer, module: nn.Module, x: Tensor, grad: Tensor) -> tuple[floa
     return seconds, out.detach()
 
 
-def measure(tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every turn by contender."""
+def measure(tokens: int, rounds: int, fresh: bool) -> dict[str, list[float]]:
+    """Seconds of every turn by contender; fresh: with new tokens in every pass."""
     set_up_machine("cpu", 0, 2, 1, PrecisionConfig("bf16"), 1.0, "highest", lambda _: None)
     generator = torch.Generator().manual_seed(0)
     own, module = ours(generator)
     contenders = {"tatara": (own, module)} | {
         f"transformers {name}": theirs(module, name) for name in ("grouped_mm", "eager")
     }
-    x = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16).requires_grad_()
+
+    def drawn() -> Tensor:
+        return torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16).requires_grad_()
+
+    x = drawn()
     grad = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
     seconds: dict[str, list[float]] = {name: [] for name in (*contenders, "products")}
     limit, outputs = products(tokens), {}
     for _ in range(rounds):
+        inputs = (drawn(), drawn()) if fresh else (x, x)
         for name in random.sample(list(seconds), len(seconds)):
             if name == "products":
                 begin = time.perf_counter()
@@ -118,7 +124,7 @@ def measure(tokens: int, rounds: int) -> dict[str, list[float]]:
                 seconds[name].append(time.perf_counter() - begin)
             else:
                 layer, block = contenders[name]
-                taken, outputs[name] = turn(layer, block, x, grad)
+                taken, outputs[name] = turn(layer, block, inputs, grad)
                 seconds[name].append(taken)
     for name, out in outputs.items():
         error = ((out - outputs["tatara"]).float().norm() / out.float().norm()).item()
@@ -132,10 +138,12 @@ def quiet(samples: list[float]) -> float:
     return statistics.median(sorted(samples)[: max(1, len(samples) // 3)])
 
 
-def report(seconds: dict[str, list[float]], tokens: int) -> dict[str, float]:
+def report(seconds: dict[str, list[float]], tokens: int, words: str) -> dict[str, float]:
     """Print the table; the ratios."""
     figures = {name: quiet(samples) for name, samples in seconds.items()}
-    print(f"{tokens} tokens, hidden {HIDDEN}, {EXPERTS} experts of {FFN}, top {TOP_K}, bf16, forward and backward")
+    print(
+        f"{tokens} tokens, hidden {HIDDEN}, {EXPERTS} experts of {FFN}, top {TOP_K}, bf16, forward and backward: {words}"
+    )
     for name, figure in figures.items():
         print(f"{name:>24}  {1e3 * figure:8.1f} ms   (median of all {1e3 * statistics.median(seconds[name]):8.1f})")
     fastest = min(figure for name, figure in figures.items() if name.startswith("transformers"))
@@ -157,10 +165,12 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     def run() -> None:
-        seconds = measure(options.tokens, options.rounds)
-        ratios = report(seconds, options.tokens)
+        figures = {}
+        for words, fresh in (("new tokens in every pass", True), ("the same tokens in every pass", False)):
+            seconds = measure(options.tokens, options.rounds, fresh)
+            figures[words] = {"seconds": seconds, "ratios": report(seconds, options.tokens, words)}
         if options.json:
-            options.json.write_text(json.dumps({"seconds": seconds, "ratios": ratios}, indent=1))
+            options.json.write_text(json.dumps(figures, indent=1))
 
     return exit_code_of(run)
 

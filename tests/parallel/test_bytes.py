@@ -23,6 +23,7 @@ from tests.model.test_context_attention import CASES, DIM, KV, SEQ, module_and_s
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 24, (20, 27, 34, 41)  # tokens of each rank
 DTYPES = (torch.float32, torch.bfloat16)
+NO_ATTENTION: Any = None
 LAYERS = [(way, dtype, way == "again") for way in ("any", "again", "drop", "home", "away") for dtype in DTYPES]
 """(where a token's experts are, dtype, whether experts are made again in the backward pass)."""
 SWITCHES = [(way, dtype, again) for way in ("ring", "all_gather") for dtype in DTYPES for again in (False, True)]
@@ -67,7 +68,7 @@ def layer_sends(axis, way, dtype, again):
     layer.router.register_forward_hook(lambda _module, _inputs, routing: routed.append(routing))
     x = torch.randn(TOKENS[axis.rank], HIDDEN).to(dtype).requires_grad_()
     with messages() as sent, patch.object(layer.experts, "_results", wraps=layer.experts._results) as passes:
-        layer(x, BlockContext(None, 8, 0.0)).sum().backward()
+        layer(x, BlockContext(NO_ATTENTION, 8, 0.0)).sum().backward()
     ((experts, _, kept),) = routed
     owners = (experts if kept is None else experts[kept]) // local
     return total(sent), owners.flatten().bincount(minlength=axis.size).tolist(), passes.call_count
