@@ -405,6 +405,6 @@ def project_place(stack: traceback.StackSummary) -> str:
 
 def transformer_engine(_: Setting) -> Iterator[Figure]:
     """Where checks of Transformer Engine belong, once a run can use it; so far its version is in `environment`."""
-    import transformer_engine.pytorch  # type: ignore[import-not-found]  # that it loads beside this torch
+    import transformer_engine.pytorch  # that it loads beside this torch
 
     yield Figure("imports", float(hasattr(transformer_engine.pytorch, "Linear")), "", 1.0, ">=")

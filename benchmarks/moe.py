@@ -5,9 +5,9 @@ python -m benchmarks.moe [--tokens 4096] [--rounds 15] [--json FILE]
 The whole layer forward and backward in bf16 on two threads: router, permutation, experts, combine. All contenders
 have the same weights and read the same tokens, in one process (with our allocator's settings for all), in turns of
 random order: new tokens in every pass, as in training, and the same ones again and again. The difference is what a
-library makes anew for each number of rows that an expert gets. Others' work on the machine only ever adds time, so a contender's figure is the median of the fastest
-third of its turns; the median of all stands beside it. `products` is the limit: the experts' matrix products alone,
-nine to an expert, with loads as even as can be.
+library makes anew for each number of rows that an expert gets. Others' work on the machine only ever adds time, so a
+contender's figure is the median of the fastest third of its turns; the median of all stands beside it. `products` is
+the limit: the experts' matrix products alone, nine to an expert, with loads as even as can be.
 """
 
 from __future__ import annotations
@@ -141,9 +141,7 @@ def quiet(samples: list[float]) -> float:
 def report(seconds: dict[str, list[float]], tokens: int, words: str) -> dict[str, float]:
     """Print the table; the ratios."""
     figures = {name: quiet(samples) for name, samples in seconds.items()}
-    print(
-        f"{tokens} tokens, hidden {HIDDEN}, {EXPERTS} experts of {FFN}, top {TOP_K}, bf16, forward and backward: {words}"
-    )
+    print(f"{tokens} tokens, hidden {HIDDEN}, {EXPERTS} experts of {FFN}, top {TOP_K}, bf16, both passes: {words}")
     for name, figure in figures.items():
         print(f"{name:>24}  {1e3 * figure:8.1f} ms   (median of all {1e3 * statistics.median(seconds[name]):8.1f})")
     fastest = min(figure for name, figure in figures.items() if name.startswith("transformers"))

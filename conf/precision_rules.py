@@ -9,6 +9,7 @@ from math import frexp
 from conf.problem import Problem, show
 from conf.schema import Config
 from parallel.precision import FP8Config, LossScaleConfig
+from parallel.schedules import SCHEDULES, schedule_name, stages_per_rank
 
 _DELAYED = ("margin", "history", "amax")
 _PER_TENSOR = ("fp8_delayed", "fp8_current")
@@ -76,9 +77,7 @@ def _something(config: Config) -> Iterator[Problem]:
         fix = "write precision.fp8.first_bf16=0 precision.fp8.last_bf16=0, or precision=bf16"
         yield Problem("precision.fp8.first_bf16", str(first), rule, fix, also)
         return
-    moe = config.model.moe
-    inside = range(first, layers - last)
-    sparse = [moe is not None and moe.is_sparse(n) for n in inside]
+    moe, sparse = config.model.moe, _sparse(config)
     shared = moe is not None and moe.shared_ffn > 0
     dense = fp8.mlp and (shared or not all(sparse))
     if not (fp8.attention or dense or (fp8.experts and any(sparse))):
@@ -87,5 +86,55 @@ def _something(config: Config) -> Iterator[Problem]:
         yield Problem("precision.fp8.attention", "false", rule, "write precision.fp8.attention=true", others)
 
 
-PRECISION_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (_products, _idle, _scale, _something)
+def _sparse(config: Config) -> list[bool]:
+    """Of each block with linears in FP8, whether it has experts."""
+    fp8, moe = config.precision.fp8, config.model.moe
+    inside = range(fp8.first_bf16, config.model.layers - fp8.last_bf16)
+    return [moe is not None and moe.is_sparse(n) for n in inside]
+
+
+def _beyond_te(config: Config) -> Iterator[Problem]:
+    """What Transformer Engine cannot do, or not as the emulation does it (parallel/fp8/te.py says why)."""
+    parallel, schedule = config.parallel, schedule_name(config.parallel)
+    emulated, also = "precision.fp8.backend=emulate", ("precision.fp8.backend", "precision.name")
+    if parallel.zero == 3:
+        rule = "frees weights between micro-batches, but Transformer Engine keeps its rounded copies of all of them"
+        yield Problem("parallel.zero", "3", rule, f"write parallel.zero=2, or {emulated}", also)
+    if parallel.pp > 1 and SCHEDULES[schedule].splits:
+        rule = "makes gradients of weights later, where Transformer Engine replaces a sum of micro-batches by the last"
+        fix = f"write parallel.schedule=interleaved, or {emulated}"
+        yield Problem("parallel.schedule", schedule, rule, fix, (*also, "parallel.pp"))
+    elif config.precision.name == "fp8_delayed" and stages_per_rank(parallel) > 1:
+        rule = "at the end of a stage's pass Transformer Engine moves on the histories of all stages of the process"
+        fix = f"write parallel.vpp=1 parallel.schedule=1f1b, or precision=fp8_current, or {emulated}"
+        yield Problem("parallel.vpp", show(parallel.vpp), rule, fix, (*also, "parallel.pp", "parallel.schedule"))
+    if config.precision.fp8.experts and any(_sparse(config)):
+        rule = "Transformer Engine wants a parameter for each expert, but theirs are one, whatever the layout"
+        fix = f"write precision.fp8.experts=false, which leaves them in bf16, or {emulated}"
+        yield Problem("precision.fp8.experts", "true", rule, fix, (*also, "model.moe"))
+
+
+def te_obstacle(config: Config) -> str | None:
+    """Why Transformer Engine cannot make this run's products in FP8, if it cannot on any device."""
+    problem = next(_beyond_te(config), None)
+    return f"{problem.key}={problem.value}: {problem.rule}" if problem else None
+
+
+def _compiled(config: Config) -> Iterator[Problem]:
+    if config.precision.in_fp8 and config.train.compile:
+        rule = f"compiled blocks cannot remember scales, which precision={config.precision.name} does"
+        yield Problem(
+            "train.compile", "true", rule, "write train.compile=false, or precision=bf16", ("precision.name",)
+        )
+
+
+def _te(config: Config) -> Iterator[Problem]:
+    """What goes against Transformer Engine where it is asked for."""
+    if config.precision.in_fp8 and config.precision.fp8.backend == "te":
+        yield from _beyond_te(config)
+
+
+PRECISION_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _products, _idle, _scale, _something, _compiled, _te,
+)  # fmt: skip
 """In the order of the schema."""

@@ -12,7 +12,7 @@ EXPERTS = "model.moe={experts: 4, top_k: 2, ffn: 16, score: sigmoid}"
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["fp8_delayed", *(pytest.param(r, marks=pytest.mark.soak) for r in RECIPES[1:])])
 def test_a_run_records_how_fp8_fares_and_goes_on_bit_for_bit(tiny, recipe):
     tiny = [*tiny, f"precision={recipe}", EXPERTS, "precision.fp8.health_every=5", "train.recompute=full"]
     history = ["precision.fp8.history=4"] if recipe == "fp8_delayed" else []
@@ -63,6 +63,7 @@ IDLE = [
     (["precision=fp8_block", "precision.fp8.first_bf16=1", "precision.fp8.last_bf16=1"], NOTHING),
     (["precision=fp8_block", "precision.fp8.attention=false", "precision.fp8.mlp=false"], "precision.fp8.attention"),
     (["precision=fp8_delayed", "precision.matmul=high"], "precision.matmul"),
+    (["precision=fp8_block", "train.compile=true"], "train.compile"),
 ]
 
 

@@ -156,7 +156,7 @@ def test_an_impossible_layout_is_refused_by_all_ranks_and_told_once(wide, wrong)
         for rank in range(4)
     ]  # fmt: skip
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert time.perf_counter() - began < 15
+    assert time.perf_counter() - began < 50
     assert [rank.returncode for rank in ranks] == [2] * 4, said
     assert said[1:] == [""] * 3
     assert "rule:" in said[0] and "fix:" in said[0] and "Traceback" not in said[0]
@@ -166,7 +166,7 @@ def test_an_impossible_layout_is_refused_by_all_ranks_and_told_once(wide, wrong)
 def test_torchrun_passes_a_refusal_on(wide):
     began = time.perf_counter()
     done = torchrun(4, *wide, "parallel.tp=3")
-    assert (done.returncode, time.perf_counter() - began < 15) == (2, True)
+    assert (done.returncode, time.perf_counter() - began < 50) == (2, True)
     assert done.stderr.count("The configuration is refused") == 1 and "Traceback" not in done.stderr
 
 

@@ -156,8 +156,8 @@ def test_a_stop_file_saves_and_ends_with_75_and_the_same_command_goes_on(tiny):
     [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.soak) for each in (signal.SIGINT, signal.SIGUSR1))],
 )
 def test_a_signal_saves_and_ends_with_75_and_the_same_command_goes_on(tiny, number):
-    assert train.main([*tiny, "run.name=whole", "train.steps=500", "train.stop_at=250", "train.eval_every=0"]) == 0
-    process = start([*tiny, "train.steps=500", "train.eval_every=0", "checkpoint.every=0"])
+    assert train.main([*tiny, "run.name=whole", "train.steps=300", "train.stop_at=150", "train.eval_every=0"]) == 0
+    process = start([*tiny, "train.steps=300", "train.eval_every=0", "checkpoint.every=0"])
     for said in process.stdout:
         if said.lstrip().startswith("step   3"):
             process.send_signal(number)
@@ -165,8 +165,8 @@ def test_a_signal_saves_and_ends_with_75_and_the_same_command_goes_on(tiny, numb
     said, _ = process.communicate()
     assert process.returncode == 75 and f"stopped by {number.name}" in said
     status = json.loads((run_of(tiny) / "status.json").read_text())
-    assert (status["state"], status["code"]) == ("stopped", 75) and 3 <= status["step"] < 250
-    assert train.main([*tiny, "train.steps=500", "train.stop_at=250", "train.eval_every=0"]) == 0
+    assert (status["state"], status["code"]) == ("stopped", 75) and 3 <= status["step"] < 150
+    assert train.main([*tiny, "train.steps=300", "train.stop_at=150", "train.eval_every=0"]) == 0
     assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
 
 

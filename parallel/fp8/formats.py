@@ -24,22 +24,33 @@ class Format(NamedTuple):
     """One of the two FP8 formats."""
 
     dtype: torch.dtype
-    """Of its values."""
+    """PyTorch's name of it."""
     largest: float
     """Largest finite value."""
+    bits: int
+    """Of the mantissa."""
+    least: float
+    """Smallest normal value."""
 
 
 FORMATS: dict[FormatName, Format] = {
-    "e4m3": Format(torch.float8_e4m3fn, 448.0),
-    "e5m2": Format(torch.float8_e5m2, 57344.0),
+    "e4m3": Format(torch.float8_e4m3fn, 448.0, 3, 2.0**-6),
+    "e5m2": Format(torch.float8_e5m2, 57344.0, 2, 2.0**-14),
 }
 _FLOAT_MAX = torch.finfo(torch.float32).max
-_EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
+_EXPONENT, _MANTISSA, _MANTISSA_BITS = 0x7F800000, 0x007FFFFF, 23
 
 
 def to_fp8(x: Tensor, scale: Tensor, form: Format) -> Tensor:
-    """x * scale [any], multiplied in fp32, as FP8 values of the same shape; scale is broadcast."""
-    return (x.float() * scale).clamp(-form.largest, form.largest).to(form.dtype)
+    """x * scale [any], multiplied in fp32, rounded to FP8: bf16 of the same shape, where FP8 values are exact.
+
+    Adding 1.5 * 2^k to a number and taking it off again rounds it to a multiple of 2^(k - 23): k by the exponent of
+    each, or of the smallest normal value below that. On a CPU PyTorch's own casts there and back take twice as long.
+    """
+    y = (x.float() * scale).clamp_(-form.largest, form.largest)
+    power = (y.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=form.least)
+    shift = power.mul_(1.5 * 2.0 ** (_MANTISSA_BITS - form.bits))
+    return (y + shift).sub_(shift).copysign_(y).to(torch.bfloat16)
 
 
 def delayed_scale(amax: Tensor, old: Tensor, form: Format, margin: int) -> Tensor:
@@ -79,7 +90,7 @@ class Quantized(NamedTuple):
     """A matrix in FP8."""
 
     values: Tensor
-    """[rows, columns] FP8."""
+    """[rows, columns] FP8 values, in bf16."""
     inverse: Tensor
     """What values are multiplied by, fp32: [], or one for each block [rows / r, columns / c], rounded up."""
     block: tuple[int, int] | None = None
@@ -87,8 +98,10 @@ class Quantized(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[rows, columns] in dtype; exact in bf16 where scales are powers of two within its range."""
-        inverse = self.inverse if self.block is None else spread(self.inverse, self.block, self.values.shape)
-        return (self.values.float() * inverse).to(dtype)
+        if self.block is None:
+            return (self.values.float() * self.inverse).to(dtype)
+        blocks = _blocks(self.values, self.block)
+        return _matrix((blocks.float() * self.inverse[:, None, :, None]).to(dtype), self.values.shape)
 
 
 def quantize_tensor(x: Tensor, scale: Tensor, form: Format) -> Quantized:
@@ -98,34 +111,42 @@ def quantize_tensor(x: Tensor, scale: Tensor, form: Format) -> Quantized:
 
 def quantize_blocks(x: Tensor, block: tuple[int, int], form: Format) -> Quantized:
     """x [rows, columns] by a power of two for each block; incomplete blocks at the ends have one of their own."""
-    scale = current_scale(block_amax(x, block), form, power_of_two=True)
-    return Quantized(to_fp8(x, spread(scale, block, x.shape), form), scale.reciprocal(), block)
+    blocks = _blocks(x, block)
+    scale = current_scale(_amax(blocks), form, power_of_two=True)
+    values = to_fp8(blocks, scale[:, None, :, None], form)
+    return Quantized(_matrix(values, x.shape), scale.reciprocal(), block)
 
 
 def quantize_mx(x: Tensor, dim: int, form: Format) -> Quantized:
     """x [rows, columns] by a power of two for each 32 values along `dim`."""
     block = (MX_BLOCK, 1) if dim == 0 else (1, MX_BLOCK)
-    exponent = mx_exponent(block_amax(x, block), form)
+    blocks = _blocks(x, block)
+    exponent = mx_exponent(_amax(blocks), form)
     inverse, scale = _power_of_two(exponent), _power_of_two(254 - exponent)
     hidden = exponent == 255
     inverse, scale = inverse.masked_fill(hidden, torch.nan), scale.masked_fill(hidden, torch.nan)
-    return Quantized(to_fp8(x, spread(scale, block, x.shape), form), inverse, block)
+    return Quantized(_matrix(to_fp8(blocks, scale[:, None, :, None], form), x.shape), inverse, block)
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
     """2^(biased - 127) fp32, of int32 from 0 to 254."""
-    normal = (biased.clamp(1, 254) << 23).view(torch.float32)
+    normal = (biased.clamp(1, 254) << _MANTISSA_BITS).view(torch.float32)
     return torch.where(biased > 0, normal, 2.0**-127)
 
 
-def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest absolute value of each block of x [rows, columns], fp32 [rows / r, columns / c], rounded up."""
+def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """x [rows, columns] -> [rows / r, r, columns / c, c], filled up with zeros where blocks are incomplete."""
     rows, columns = (-(-size // step) for size, step in zip(x.shape, block, strict=True))
-    padded = F.pad(x, (0, columns * block[1] - x.shape[1], 0, rows * block[0] - x.shape[0]))
-    return padded.abs().view(rows, block[0], columns, block[1]).amax((1, 3)).float()
+    missing = columns * block[1] - x.shape[1], rows * block[0] - x.shape[0]
+    padded = F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
+    return padded.view(rows, block[0], columns, block[1])
 
 
-def spread(of_blocks: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """A number for each block, [rows / r, columns / c] -> one for each element, [rows, columns]."""
-    whole = of_blocks.repeat_interleave(block[0], 0)[: shape[0]]
-    return whole.repeat_interleave(block[1], 1)[:, : shape[1]]
+def _matrix(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """Back from `_blocks`."""
+    return blocks.flatten(2).flatten(0, 1)[: shape[0], : shape[1]]
+
+
+def _amax(blocks: Tensor) -> Tensor:
+    """Largest absolute value of each of `_blocks`, fp32 [rows / r, columns / c]."""
+    return blocks.abs().amax((1, 3)).float()

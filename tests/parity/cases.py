@@ -96,7 +96,7 @@ LAYOUTS = {
 }
 
 QUICK = {
-    "dp2", "tp2", "pp2", "tp4 tied", "pp4 tied", "zero0 dp2", "zero3 dp4", "hsdp 2x2 zero2", "tp2 dp2 zero3",
+    "tp4 tied", "pp4 tied", "zero0 dp2", "zero3 dp4", "hsdp 2x2 zero2", "tp2 dp2 zero3",
     "pp2 dp2 zero1", "pp2 dp2 interleaved_zb zero3", "pp2 dp2 zbv zero2", "pp2 gpipe", "pp2 zbv tied", "pp2 uneven",
     "tp2 pp2 dp2", "recompute selective pp2 zbv",
 }  # fmt: skip

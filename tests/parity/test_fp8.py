@@ -31,7 +31,7 @@ LAYOUTS = {
     "ep4 over tp2 cp2": (4, P(ep=4, tp=2, cp=2), EXPERTS, "none"),
     "pp2 ep2": (4, P(pp=2, ep=2), EXPERTS, "none"),
 }
-QUICK = {"dp2 zero3 full", "tp2", "pp2 interleaved_zb zero2 full", "ep4 over tp2 cp2"}
+QUICK = {"dp2 zero3 full", "pp2 interleaved_zb zero2 full", "ep4 over tp2 cp2"}
 
 
 @pytest.fixture(scope="module")
