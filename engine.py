@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoint.pieces import Piece, whole
+from conf.precision_rules import te_obstacle
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
 from metrics.clock import StepClock
@@ -24,7 +25,8 @@ from model.transformer import Decoder, LossSums
 from optim.loss_scale import LossScale
 from optim.updater import StepOutcome, Updater
 from parallel.context import local_share, unmasked_pairs
-from parallel.device import Machine
+from parallel.device import Choice, Machine
+from parallel.fp8.choose import choose_backend, with_backend
 from parallel.fp8.health import gathered
 from parallel.fp8.state import KINDS, slots_of
 from parallel.gradients import finish_gradients
@@ -106,12 +108,14 @@ class Engine:
 
     def __init__(self, config: Config, shape: ModelConfig, mesh: Mesh, machine: Machine, clock: StepClock) -> None:
         self.config, self.shape, self.mesh, self.machine, self.clock = config, shape, mesh, machine, clock
-        parallel = config.parallel
+        parallel, precision = config.parallel, config.precision
+        chosen = choose_backend(precision, machine.device, te_obstacle(config)) if precision.in_fp8 else None
+        self.products: Choice | None = chosen
         parts = parts_of(shape, parallel, mesh.layout.coordinates(mesh.rank)["pp"])
         options = BuildOptions(
             config.run.seed, machine.device, machine.compute_dtype, machine.master_dtype, parallel.zero,
             config.train.recompute, config.train.recompute_n, config.train.compile, parallel.cp_exchange,
-            fp8=config.precision if config.precision.in_fp8 else None,
+            fp8=with_backend(config.precision, self.products) if self.products else None,
             later=parallel.pp > 1 and SCHEDULES[schedule_name(parallel)].splits,
         )  # fmt: skip
         self.parts: list[Built] = [build_part(shape, part, mesh, options) for _, part in parts]

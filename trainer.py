@@ -143,6 +143,9 @@ class Trainer:
             config.precision.in_fp8,
         )
         self.engine = Engine(config, self.shape, mesh, self.machine, self.clock)
+        if (products := self.engine.products) is not None:
+            everyone.require_same("who makes FP8 products", products.value)
+            console.say(f"FP8 products: {products.value} ({products.reason})")
         self.loader, self.validation = self.open_data(mesh.dp_rank)
         held_out = sum(batch.valid_tokens for group in self.validation for batch in group)
         self.valid_held_out = everyone.add([held_out])[0] * self.layout.dp // everyone.world

@@ -17,6 +17,7 @@ from model.init import fill_rectangle, stream_key
 from model.moe import MoE
 from model.transformer import Decoder, Part, initial_std, set_recompute
 from parallel.cuts import Cuts
+from parallel.fp8.choose import scales_of_part
 from parallel.fp8.state import FP8
 from parallel.later import LaterGradients
 from parallel.mesh import ONE_PROCESS, Mesh
@@ -48,7 +49,7 @@ class BuildOptions:
     cp_exchange: Literal["ring", "all_gather"] = "ring"
     """How context-parallel ranks see each other's keys and values."""
     fp8: PrecisionConfig | None = None
-    """Whose products of blocks' linears are in FP8; None: none are."""
+    """Whose products of blocks' linears are in FP8, with a settled backend; None: none are."""
     later: bool = False
     """Put off the gradients of weights, for schedules that split the backward pass."""
 
@@ -72,7 +73,7 @@ class Built:
 def build_part(config: ModelConfig, part: Part, mesh: Mesh, options: BuildOptions) -> Built:
     """One part of the model, cut for this rank, with its initial values in the master dtype."""
     later = LaterGradients() if options.later else None
-    fp8 = FP8(options.fp8, config.layers, mesh.stage, mesh.twins) if options.fp8 else None
+    fp8 = scales_of_part(options.fp8, config.layers, mesh.stage, mesh.twins) if options.fp8 else None
     cuts = Cuts(mesh.axis("tp"), mesh.axis("cp"), options.cp_exchange, mesh.axis("ep"), mesh.tokens, later, fp8)
     decoder = Decoder(config, torch.device("meta"), cuts, part).to(options.master)
     set_recompute(decoder, options.recompute, options.recompute_n)

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.collectives import gather_tokens, scatter_sum
-from parallel.fp8.linear import fp8_linear
 from parallel.fp8.state import FP8, Slot
+from parallel.fp8.te import linear_product, linear_slot
 from parallel.later import LaterGradients
 from parallel.mesh import ALONE, Axis
 
@@ -56,12 +56,12 @@ class CutLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, columns, device=device))
         self.bias = nn.Parameter(torch.empty(rows, device=device)) if bias else None
         self.cut_along, self.later, self.axis = cuts, linears.later, linears.axis
-        self.slots = {"weight": linears.fp8.slot()} if linears.fp8 else {}
+        self.slots = {"weight": linear_slot(linears.fp8, rows, columns)} if linears.fp8 else {}
 
     def product(self, x: Tensor) -> Tensor:
         """x [T, in] -> x w^T, without the bias."""
         if self.slots:
-            return fp8_linear(x, self.weight, self.slots["weight"], self.later)
+            return linear_product(x, self.weight, self.slots["weight"], self.later)
         if self.later is None:
             return F.linear(x, self.weight)
         result: Tensor = _LaterLinear.apply(x, self.weight, self.later)
