@@ -174,6 +174,11 @@ class Engine:
             )  # fmt: skip
         return result
 
+    @property
+    def watchable(self) -> bool:
+        """Whether FP8's operands can be seen: those of Transformer Engine stay inside of it."""
+        return self.products is not None and self.products.value == "emulate"
+
     def watch(self, watching: bool) -> None:
         """Whether the coming step notes how FP8 fares."""
         for built in self.parts:

@@ -330,7 +330,7 @@ class Trainer:
         """One step of the engine: its sums, still on the device, and the learning rate."""
         progress = self.progress
         lr = self.peak_lr * lr_share(self.config.lr_schedule, progress.step, total_steps(self.config))
-        self.watched = self.config.precision.in_fp8 and self.will_be_due(self.config.precision.fp8.health_every)
+        self.watched = self.engine.watchable and self.will_be_due(self.config.precision.fp8.health_every)
         self.engine.watch(self.watched)
         sums, self.outcome = self.engine.step(batch.micro_batches, agreed.valid_tokens, lr)
         progress.step += 1

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks import gpu_kernels, gpu_sections
+from benchmarks import gpu_fp8, gpu_kernels, gpu_sections
 from benchmarks.gpu_sections import ROOT, Figure, Setting
 from errors import ConfigRefused, exit_code_of
 from files import write_whole
@@ -69,7 +69,7 @@ SECTIONS = (
     Section("ring", gpu_kernels.ring, needs_cuda=True),
     Section("checkpoint", gpu_sections.checkpoint_stall, needs=("safetensors",)),
     Section("syncs", gpu_sections.host_syncs, needs_cuda=True),
-    Section("transformer_engine", gpu_sections.transformer_engine, needs_cuda=True, needs=("transformer_engine",)),
+    Section("fp8", gpu_fp8.fp8),
 )
 
 

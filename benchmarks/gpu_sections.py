@@ -267,16 +267,16 @@ def speed(setting: Setting) -> Iterator[Figure]:
     yield Figure("sequence", config.train.seq_len, "tokens")
     with trial_corpus(config, steps + 3) as batches:
         release()
-        eager = yield from _speed_of(config, batches, setting, "eager")
+        eager = yield from measured(config, batches, setting, "eager")
         if setting.quick and not setting.on_cuda:  # compiling takes a CPU longer than all the rest
             return
         release()
         config = replace(config, train=replace(config.train, compile=True))
-        compiled = yield from _speed_of(config, batches, setting, "compiled")
+        compiled = yield from measured(config, batches, setting, "compiled")
     yield Figure("first loss: compiled against eager", apart([compiled], [eager]), "", COMPILED)
 
 
-def _speed_of(
+def measured(
     config: Config, batches: Sequence[StepBatch], setting: Setting, label: str
 ) -> Generator[Figure, None, float]:
     """Figures of one engine, and its first loss; two steps are not timed, of a third the memory is read."""
@@ -302,7 +302,7 @@ def _speed_of(
     yield Figure(f"{label}: tokens/s", fast.tokens_per_s)
     yield Figure(f"{label}: speed", flops / seconds / 1e12, "TFLOP/s")
     whole = setting.on_cuda and config.model.layers == ONE_B.layers and not engine.machine.measured
-    yield Figure(f"{label}: MFU", fast.mfu, "", MFU[label] if whole else None, ">=")
+    yield Figure(f"{label}: MFU", fast.mfu, "", MFU.get(label) if whole else None, ">=")
     return loss
 
 
@@ -401,10 +401,3 @@ def project_place(stack: traceback.StackSummary) -> str:
         if inside is not None and not inside.parts[0].startswith(".") and not path.name.startswith("gpu_"):
             return f"{inside}:{frame.lineno} in {frame.name}"
     return OUTSIDE
-
-
-def transformer_engine(_: Setting) -> Iterator[Figure]:
-    """Where checks of Transformer Engine belong, once a run can use it; so far its version is in `environment`."""
-    import transformer_engine.pytorch  # that it loads beside this torch
-
-    yield Figure("imports", float(hasattr(transformer_engine.pytorch, "Linear")), "", 1.0, ">=")

@@ -18,7 +18,7 @@ from model import experts
 from tests.model import flash_model
 
 CPU = torch.device("cpu")
-NEEDS_CUDA = {"ring", "syncs", "transformer_engine"}
+NEEDS_CUDA = {"ring", "syncs"}
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,94 @@
+"""What `benchmarks.gpu_check` asks of FP8: the emulation on the device, and Transformer Engine beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_sections import (
+    STEPS,
+    Figure,
+    Setting,
+    apart,
+    curve,
+    measured,
+    release,
+    small,
+    speed_config,
+    trial_corpus,
+)
+from data.batch import StepBatch
+from parallel.fp8.choose import choose_backend
+from parallel.fp8.formats import FORMATS, Quantized, current_scale, quantize_blocks, quantize_mx, quantize_tensor
+from parallel.precision import FP8Config, PrecisionConfig, PrecisionName
+
+RECIPES: tuple[PrecisionName, ...] = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
+NEAR_BF16 = 3e-2  # relative difference of a loss within 20 steps, on a CPU at most 1.1e-2
+NEAR_EMULATION = 2e-2  # the same between two ways to make the same products
+
+
+def formats(setting: Setting) -> Iterator[Figure]:
+    """Rounding on the device against rounding on a CPU, bit for bit."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 320, generator=generator) * torch.logspace(-12, 12, 320)
+    x[:, ::29], x[5, 5], x[6, 7] = 0.0, torch.inf, torch.nan
+    for name, form in FORMATS.items():
+
+        def all_ways(t: Tensor) -> list[Quantized]:
+            scale = current_scale(t[:4].abs().amax(), form)  # noqa: B023
+            square = quantize_blocks(t, (128, 128), form)  # noqa: B023
+            return [
+                quantize_tensor(t, scale, form), quantize_blocks(t, (1, 128), form), square,  # noqa: B023
+                quantize_mx(t, 0, form), quantize_mx(t, 1, form),  # noqa: B023
+            ]  # fmt: skip
+
+        pairs = zip(all_ways(x), all_ways(x.to(setting.device)), strict=True)
+        differ = sum(_differ(a.values, b.values) + _differ(a.inverse, b.inverse) for a, b in pairs)
+        yield Figure(f"{name}: values and scales that differ from a CPU's", differ, "", 0)
+
+
+def _differ(one: Tensor, other: Tensor) -> int:
+    """Elements that are not the same; NaN is NaN."""
+    there = other.cpu()
+    return int(((one != there) & ~(one.isnan() & there.isnan())).sum())
+
+
+def fp8(setting: Setting) -> Iterator[Figure]:
+    """Each recipe trains as bf16 does; where Transformer Engine has it, as its emulation does, and how fast."""
+    yield from formats(setting)
+    base = small("dense", "bf16", setting.quick)
+    recipes = RECIPES[:1] if setting.quick else RECIPES
+    with trial_corpus(base, STEPS) as batches:
+        wanted = curve(base, batches, setting.device)
+        for recipe in recipes:
+            precision = PrecisionConfig(recipe, fp8=FP8Config(backend="emulate"))
+            emulated = curve(replace(base, precision=precision), batches, setting.device)
+            yield Figure(f"{recipe} emulated: loss against bf16", apart(emulated.losses, wanted.losses), "", NEAR_BF16)
+            choice = choose_backend(PrecisionConfig(recipe), setting.device)
+            if choice.value == "te":
+                found = curve(replace(base, precision=PrecisionConfig(recipe)), batches, setting.device)
+                off = apart(found.losses, emulated.losses)
+                yield Figure(f"{recipe} by Transformer Engine: loss against emulation", off, "", NEAR_EMULATION)
+            else:
+                yield Figure(f"{recipe}: {choice.reason}", 0.0)
+    yield from _speeds(setting, recipes)
+
+
+def _speeds(setting: Setting, recipes: Sequence[PrecisionName]) -> Iterator[Figure]:
+    """Step time of the 1b shape by Transformer Engine; emulation is no matter of speed."""
+    base, steps = speed_config(setting), 3 if setting.quick else 10
+    able = [r for r in recipes if choose_backend(PrecisionConfig(r), setting.device).value == "te"]
+    if not able:
+        return
+    with trial_corpus(base, steps + 3) as batches:
+        for recipe in able:
+            yield from _speed(setting, recipe, batches)
+
+
+def _speed(setting: Setting, recipe: PrecisionName, batches: Sequence[StepBatch]) -> Iterator[Figure]:
+    release()
+    config = replace(speed_config(setting), precision=PrecisionConfig(recipe))
+    yield from measured(config, batches, setting, recipe)
