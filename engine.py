@@ -236,6 +236,9 @@ class Engine:
         with self.clock.part("optimizer"):
             outcome = self.updater.step(lr)
             self.balance.update(outcome.skipped)
+        for built in self.parts:
+            if built.fp8 is not None:
+                built.fp8.health.watching = False
         return self._sums(), outcome
 
     def _begin(self, micro_batches: Sequence[MicroBatch], scale: float) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpoint import store
 from checkpoint.store import RunState
-from conf.moe_rules import layout_dependent
+from conf.dependence import layout_dependent
 from conf.resolve import changes, run_directory, total_steps
 from conf.schema import Config
 from data.indexed import IndexedCorpus
@@ -84,6 +84,6 @@ def _check_resume(config: Config, saved: Saved, console: Console) -> None:
     console.say(f"resuming from {saved.path} at step {saved.state.step}")
     for change in free:
         console.say(f"  changed since then: {change}")
-    for sentence in layout_dependent(config.model):
+    for sentence in layout_dependent(config):
         if any(change.key.startswith("parallel.") or change.key == "train.micro_batch" for change in free):
             console.say(f"warning: this changes the training, since {sentence}")

@@ -14,7 +14,7 @@ import torch
 
 from checkpoint import store
 from checkpoint.store import RunState
-from conf.moe_rules import layout_dependent
+from conf.dependence import layout_dependent
 from conf.resolve import differing, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
@@ -135,13 +135,9 @@ class Trainer:
         self.peak = self.machine.peak
         self.clock = StepClock(self.machine.device)
         mesh = make_mesh(
-            self.layout,
-            everyone.rank,
-            self.machine.device,
-            config.parallel.timeout,
-            config.model.moe is not None,
-            config.precision.in_fp8,
-        )
+            self.layout, everyone.rank, self.machine.device, config.parallel.timeout,
+            experts=config.model.moe is not None, maxima=config.precision.name == "fp8_delayed",
+        )  # fmt: skip
         self.engine = Engine(config, self.shape, mesh, self.machine, self.clock)
         if (products := self.engine.products) is not None:
             everyone.require_same("who makes FP8 products", products.value)
@@ -189,7 +185,7 @@ class Trainer:
             f"a step is {train.global_batch // (train.micro_batch * self.layout.dp)} micro-batches of "
             f"{train.micro_batch} sequences" + (f" on each of {self.layout.dp} ranks" if self.layout.dp > 1 else "")
         )
-        for sentence in layout_dependent(self.config.model):
+        for sentence in layout_dependent(self.config):
             say(f"warning: {sentence}")
         if self.attempt > 1 and saved is None:
             say("no checkpoint was saved by the attempts before: beginning at the first step")

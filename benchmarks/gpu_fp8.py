@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu_sections import (
     STEPS,
@@ -23,9 +23,12 @@ from benchmarks.gpu_sections import (
 from data.batch import StepBatch
 from parallel.fp8.choose import choose_backend
 from parallel.fp8.formats import FORMATS, Quantized, current_scale, quantize_blocks, quantize_mx, quantize_tensor
+from parallel.fp8.linear import fp8_linear
+from parallel.fp8.state import FP8
 from parallel.precision import FP8Config, PrecisionConfig, PrecisionName
 
 RECIPES: tuple[PrecisionName, ...] = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
+ROUNDING = 1e-3  # of bf16 results that differ by the order of fp32 sums: a few of them by a last bit
 NEAR_BF16 = 3e-2  # relative difference of a loss within 20 steps, on a CPU at most 1.1e-2
 NEAR_EMULATION = 2e-2  # the same between two ways to make the same products
 
@@ -48,6 +51,27 @@ def formats(setting: Setting) -> Iterator[Figure]:
         pairs = zip(all_ways(x), all_ways(x.to(setting.device)), strict=True)
         differ = sum(_differ(a.values, b.values) + _differ(a.inverse, b.inverse) for a, b in pairs)
         yield Figure(f"{name}: values and scales that differ from a CPU's", differ, "", 0)
+    yield Figure("a linear and its gradients: error beside a CPU's", _linear_error(setting.device), "", ROUNDING)
+
+
+def _linear_error(device: torch.device) -> float:
+    """Largest relative distance of outputs and gradients from a CPU's, one scale a tensor, in bf16."""
+
+    def results(where: torch.device) -> list[Tensor]:
+        scales = FP8(PrecisionConfig("fp8_current"), layers=1)
+        slot = scales.slot()
+        scales.allocate(where)
+        x = draw[0].clone().to(where).requires_grad_()
+        weight = nn.Parameter(draw[1].clone().to(where))
+        with scales.forward(first=True, keeps=True):
+            y = fp8_linear(x, weight, slot, None)
+        y.backward(draw[2].to(where))
+        return [each.detach().float().cpu() for each in (y, x.grad, weight.grad) if each is not None]
+
+    generator = torch.Generator().manual_seed(1)
+    draw = [torch.randn(*shape, generator=generator).bfloat16() for shape in ((128, 256), (192, 256), (128, 192))]
+    pairs = zip(results(device), results(torch.device("cpu")), strict=True)
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
 
 def _differ(one: Tensor, other: Tensor) -> int:

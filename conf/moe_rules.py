@@ -167,8 +167,3 @@ def layout_dependent_settings(model: ModelConfig) -> list[Problem]:
         fix = "write model.moe.capacity_factor=null"
         found.append(Problem("model.moe.capacity_factor", show(moe.capacity_factor), rule, fix))
     return found
-
-
-def layout_dependent(model: ModelConfig) -> list[str]:
-    """The same as sentences, for a run's log."""
-    return [f"{each.key}={each.value}: {each.rule}" for each in layout_dependent_settings(model)]

@@ -45,7 +45,7 @@ def _wanted(field: str, name: str) -> str | None:
     """The recipe that reads a field of FP8, where this one does not."""
     if field in _DELAYED and name != "fp8_delayed":
         return "precision=fp8_delayed"
-    if field == "format" and name not in _PER_TENSOR and name != "fp16":
+    if field == "format" and name not in _PER_TENSOR:
         return "precision=fp8_current"
     return None
 
@@ -112,6 +112,27 @@ def _beyond_te(config: Config) -> Iterator[Problem]:
         rule = "Transformer Engine wants a parameter for each expert, but theirs are one, whatever the layout"
         fix = f"write precision.fp8.experts=false, which leaves them in bf16, or {emulated}"
         yield Problem("precision.fp8.experts", "true", rule, fix, (*also, "model.moe"))
+    yield from _uneven(config)
+
+
+def _uneven(config: Config) -> Iterator[Problem]:
+    """Sizes of a rank's products that Transformer Engine does not take."""
+    model, parallel, train, moe = config.model, config.parallel, config.train, config.model.moe
+    step, fp8 = 32 if config.precision.name == "mxfp8" else 16, config.precision.fp8
+    head = model.head_dim or model.hidden // model.heads
+    sizes = {"model.hidden": model.hidden, "train.micro_batch": train.micro_batch * train.seq_len // parallel.cp}
+    if fp8.attention:
+        sizes |= {"model.heads": model.heads * head // parallel.tp}
+        sizes |= {"model.kv_heads": (model.heads + 2 * model.kv_heads) * head // parallel.tp}
+    if fp8.mlp:
+        sizes |= {"model.ffn": model.ffn // parallel.tp} if not all(_sparse(config)) else {}
+        sizes |= {"model.moe.shared_ffn": moe.shared_ffn // parallel.tp} if moe else {}
+    for key, size in sizes.items():
+        if size % step:
+            rule = f"gives a rank products of size {size}, and Transformer Engine wants multiples of {step}"
+            fix = "change it, or parallel.tp; or write precision.fp8.backend=emulate"
+            value = show(config.train.micro_batch if key == "train.micro_batch" else size * parallel.tp)
+            yield Problem(key, value, rule, fix, ("precision.fp8.backend", "precision.name", "parallel.tp"))
 
 
 def te_obstacle(config: Config) -> str | None:

@@ -34,6 +34,8 @@ FREE = (
     "data.cache",
     "data.prefetch",
     "parallel.*",
+    "precision.fp8.backend",
+    "precision.fp8.health_every",
     "checkpoint.*",
     "metrics.*",
     "extra.*",

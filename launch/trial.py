@@ -126,13 +126,9 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
     with joined(ranks, device, config.parallel.timeout) as everyone:
         machine = set_up_machine("cpu", 0, 1, 1, config.precision, 1.0, "highest", lambda _: None)
         mesh = make_mesh(
-            layout_of(config.parallel, ranks.world),
-            ranks.rank,
-            device,
-            config.parallel.timeout,
-            config.model.moe is not None,
-            config.precision.in_fp8,
-        )
+            layout_of(config.parallel, ranks.world), ranks.rank, device, config.parallel.timeout,
+            experts=config.model.moe is not None, maxima=config.precision.name == "fp8_delayed",
+        )  # fmt: skip
         engine = Engine(config, config.model, mesh, machine, StepClock(device))
         trial, peak = RankTrial(), peak_lr(config.optim, config.model.hidden)
         read = trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp)

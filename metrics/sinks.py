@@ -161,6 +161,8 @@ class Wandb:
 def _flatten(record: dict[str, Any], room: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in record.items():
+        if key == "linears":  # thousands of series; they are in metrics.jsonl
+            continue
         if isinstance(value, dict):
             flat |= _flatten(value, f"{room}/{key}")
         elif key not in ("event", "nonfinite"):

@@ -64,7 +64,7 @@ class Experts(nn.Module):
 
     def _results(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         result: Tensor
-        if self.slots:
+        if self.fp8 is not None and self.fp8.active:
             return self._in_fp8(rows, weights, counts.tolist())
         if rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and len(rows) > 0:
             ends = counts.cumsum(0).to(torch.int32)  # stays on the device

@@ -58,9 +58,14 @@ class CutLinear(nn.Module):
         self.cut_along, self.later, self.axis = cuts, linears.later, linears.axis
         self.slots = {"weight": linear_slot(linears.fp8, rows, columns)} if linears.fp8 else {}
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the coming product is."""
+        return bool(self.slots) and self.slots["weight"].fp8.active
+
     def product(self, x: Tensor) -> Tensor:
         """x [T, in] -> x w^T, without the bias."""
-        if self.slots:
+        if self.in_fp8:
             return linear_product(x, self.weight, self.slots["weight"], self.later)
         if self.later is None:
             return F.linear(x, self.weight)
@@ -73,7 +78,7 @@ class ColumnLinear(CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in] of all tokens."""
-        if self.later is None and not self.slots:
+        if self.later is None and not self.in_fp8:
             return F.linear(x, self.weight, self.bias)
         return self.product(x) if self.bias is None else self.product(x) + self.bias
 
@@ -83,7 +88,7 @@ class RowLinear(CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, in/tp] of all tokens; the bias is added once, after the sum."""
-        if self.axis.group is None and self.later is None and not self.slots:
+        if self.axis.group is None and self.later is None and not self.in_fp8:
             return F.linear(x, self.weight, self.bias)
         summed = scatter_sum(self.product(x), self.axis)
         return summed if self.bias is None else summed + self.bias

@@ -83,6 +83,7 @@ def test_a_run_goes_on_in_any_other_layout(wide, model, chain):
         assert one == chained and one[20] > 0.02
 
 
+@pytest.mark.soak  # two ranks do the same in tests/launch/test_local.py
 def test_a_signal_to_the_wrapper_saves_once_and_the_same_command_goes_on(wide):
     assert train.main([*wide, "run.name=whole"]) == 0
     command = [
@@ -135,7 +136,7 @@ IMPOSSIBLE = {
 
 
 # The rest in `make soak`; their rules are tested in one process by tests/conf.
-SHORT = ("tp does not divide the processes", "too few for a double pipe", "three faults at once")
+SHORT = ("three faults at once",)
 
 
 @pytest.mark.parametrize(

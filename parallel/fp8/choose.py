@@ -46,7 +46,7 @@ def choose_backend(config: PrecisionConfig, device: torch.device, obstacle: str 
     asked = config.fp8.backend
     if asked == "emulate":
         return Choice("emulate", f"{_KEY}=emulate")
-    fault = obstacle or _fault_of_device(config.name, device) or _fault_of_import()
+    fault = _fault_of_device(config.name, device) or obstacle or _fault_of_import()
     if fault is None:
         reason = torch.cuda.get_device_name(device)
         return Choice("te", f"{_KEY}=te on {reason}" if asked == "te" else f"{reason} and Transformer Engine")

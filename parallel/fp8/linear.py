@@ -4,8 +4,8 @@ y  = X W^T      sums over the inputs        X, W quantised along them
 dx = G W        sums over the outputs       G, W quantised along them
 dw = G^T X      sums over the tokens        G, X quantised along them
 
-FP8 values are exact in bf16, whose products are summed in fp32. With one scale a tensor the result is multiplied by
-both inverses; with a power of two a block the operands are, exactly. The result is rounded to bf16.
+FP8 values are exact in bf16, whose products are summed in fp32 and rounded to bf16. With one scale a tensor the result
+is then multiplied by both inverses, in fp32, and rounded again; with a power of two a block the operands are, exactly.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def _wide(made: Quantized, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 def _product(left: Tensor, right: Tensor, *inverses: Tensor | None) -> Tensor:
     """left @ right, times all inverses."""
     out = left @ right
-    for inverse in inverses:
-        if inverse is not None:
-            out.mul_(inverse)
-    return out
+    known = [inverse for inverse in inverses if inverse is not None]
+    if not known:
+        return out
+    # A device's own product of bf16 and an fp32 scalar would round the scalar to bf16.
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return out.to(wide).mul_(torch.stack(known).prod()).to(out.dtype)
 
 
 class _Grouped(torch.autograd.Function):
@@ -88,10 +90,11 @@ class _Grouped(torch.autograd.Function):
         if ctx.opens:
             slot.fp8.backward_ends()
         make = partial(_weight_gradient, operands, ctx.weight.shape, grad.dtype)
+        gradient = torch.cat(dx) if len(dx) > 1 else dx[0]
         if ctx.later is None:
-            return torch.cat(dx), make(), None, None, None
+            return gradient, make(), None, None, None
         ctx.later.waiting.append((ctx.weight, make))
-        return torch.cat(dx), None, None, None, None
+        return gradient, None, None, None, None
 
 
 def _weight_gradient(operands: list[tuple[Quantized, Quantized]], shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -100,4 +103,4 @@ def _weight_gradient(operands: list[tuple[Quantized, Quantized]], shape: torch.S
     for g, x in operands:
         (a, by_a), (b, by_b) = _wide(g, dtype), _wide(x, dtype)
         made.append(_product(a.t(), b, by_a, by_b))
-    return torch.stack(made).view(shape)
+    return torch.stack(made).view(shape) if len(made) > 1 else made[0].view(shape)

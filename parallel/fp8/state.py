@@ -104,9 +104,11 @@ class FP8:
         hybrid = config.fp8.format == "hybrid" and self.recipe in ("fp8_delayed", "fp8_current")
         self.forms = {kind: FORMATS["e5m2" if hybrid and kind == "g" else "e4m3"] for kind in KINDS}
         self._replayed: dict[bool, Tensor] | None = None
+        self.active = False
+        """Whether this is a pass of a micro-batch; outside of one (a sample of text) products are in bf16."""
         self._opened = self._records = False
-        self.keeps = self.goes_on = False
-        """Whether rounded weights are kept, and whether what is kept serves this pass."""
+        self.keeps = self.trains = False
+        """Whether rounded weights are kept, and whether the pass is one of training, which they serve."""
 
     @property
     def delayed(self) -> bool:
@@ -142,14 +144,14 @@ class FP8:
         """
         training = torch.is_grad_enabled()
         self._opened, self._records = training, training
-        self.keeps, self.goes_on = keeps, training
+        self.active, self.keeps, self.trains = True, keeps, training
         if first or not training:
             for slot in self.slots:
                 slot.kept.clear()
         try:
             yield
         finally:
-            self._opened = self._records = False
+            self.active = self._opened = self._records = False
         if training and self.delayed:
             self._close(_FORWARD)
 
@@ -176,12 +178,12 @@ class FP8:
 
     @contextmanager
     def _again(self, scales: dict[bool, Tensor] | None) -> Iterator[None]:
-        before = self._replayed, self._records, self._opened
-        self._replayed, self._records, self._opened = scales, False, False
+        before = self._replayed, self._records, self._opened, self.active
+        self._replayed, self._records, self._opened, self.active = scales, False, False, True
         try:
             yield
         finally:  # torch ends a second pass by an exception, once it has what it needs
-            self._replayed, self._records, self._opened = before
+            self._replayed, self._records, self._opened, self.active = before
 
     def quantize(self, x: Tensor, kind: Kind, expert: bool, row: int, scale: Tensor | None = None) -> Operand:
         """x [rows, columns] of the linear in a row of a table; scale: of one scale a tensor, where it is known."""
@@ -224,12 +226,12 @@ class Slot:
 
     def weight(self, weight: Tensor, number: int = 0) -> Operand:
         """weight [out, in], rounded once a step, or each time by the scale of the first."""
-        kept = self.kept.get(number) if self.fp8.goes_on else None
+        kept = self.kept.get(number) if self.fp8.trains else None
         if isinstance(kept, Operand):
             return kept
         made = self.operand(weight, "w", number, kept)
         saved = made if self.fp8.keeps else made.scale
-        if self.fp8.goes_on and saved is not None:
+        if self.fp8.trains and saved is not None:
             self.kept[number] = saved
         return made
 

@@ -124,12 +124,12 @@ class TransformerEngine(FP8):
         training = torch.is_grad_enabled()
         for each in self.linears:
             each.fill()
-        self.first = first if training and keeps else None
+        self.first, self.active = first if training and keeps else None, True
         try:
             with self._autocast():
                 yield
         finally:
-            self.first = None
+            self.first, self.active = None, False
             if self.delayed and not training:
                 for each in self.linears:
                     each.forget()
@@ -150,14 +150,15 @@ class TransformerEngine(FP8):
         """A second pass: the first one's recipe, by the kept copies of weights if there are any."""
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-        before, self.first = (FP8GlobalStateManager.get_autocast_state(), self.first), kept
+        before, self.first = (FP8GlobalStateManager.get_autocast_state(), self.first, self.active), kept
+        self.active = True
         FP8GlobalStateManager.set_autocast_state(state)
         try:
             with phase:
                 yield
         finally:
             FP8GlobalStateManager.set_autocast_state(before[0])
-            self.first = before[1]
+            self.first, self.active = before[1:]
 
     def _autocast(self) -> AbstractContextManager[None]:
         import transformer_engine.pytorch as te

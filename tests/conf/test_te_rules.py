@@ -18,6 +18,8 @@ BEYOND = [
     (["parallel.zero=3"], "parallel.zero", "frees weights", "parallel.zero=2"),
     (["parallel.pp=2", "parallel.schedule=zbv"], "parallel.schedule", "gradients of weights later", "interleaved"),
     (["parallel.pp=2", "parallel.vpp=2"], "parallel.vpp", "histories of all stages", "precision=fp8_current"),
+    (["model.ffn=760"], "model.ffn", "products of size 760", "parallel.tp"),
+    (["train.seq_len=250", "train.micro_batch=1"], "train.micro_batch", "products of size 250", "change it"),
     (["model=moe_nano"], "precision.fp8.experts", "a parameter for each expert", "precision.fp8.experts=false"),
 ]
 

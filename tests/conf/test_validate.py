@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from conf.compose import attempt, compose
+from conf.dependence import layout_dependent
 from conf.groups import read_groups
 from conf.machine import has_wandb_login, usable_cores
-from conf.moe_rules import layout_dependent
 from conf.problem import Problem
 from conf.schema import Config
 from conf.tree import element, leaves, optional
@@ -183,11 +183,14 @@ def test_experts_at_the_edge_of_a_rule_are_accepted(found: Found, overrides: lis
 
 
 def test_what_depends_on_the_layout_is_told_in_sentences() -> None:
-    assert layout_dependent(compose([MOE]).model) == layout_dependent(compose([]).model) == []
-    model = compose([MOE, "model.moe.balance=batch", "model.moe.capacity_factor=1.5"]).model
-    batch, capacity = layout_dependent(model)
+    assert layout_dependent(compose([MOE])) == layout_dependent(compose(["precision=bf16"])) == []
+    config = compose([MOE, "model.moe.balance=batch", "model.moe.capacity_factor=1.5"])
+    batch, capacity = layout_dependent(config)
     assert batch.startswith("model.moe.balance=batch: ") and "layout" in batch
     assert capacity.startswith("model.moe.capacity_factor=1.5: ") and "layout" in capacity
+    for recipe in ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8"):
+        (scales,) = layout_dependent(compose([f"precision={recipe}"]))
+        assert scales.startswith(f"precision={recipe}: ") and "train.micro_batch" in scales
 
 
 @pytest.mark.parametrize("model", read_groups().choices["model"])

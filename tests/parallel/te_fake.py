@@ -72,6 +72,11 @@ def _recipe(name: str) -> Callable[..., Any]:
     return checked(f"common.recipe.{name}", lambda **given: SimpleNamespace(name=name, **given))
 
 
+def scaled(out: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """A product times both inverses, in fp32 at least, rounded once more."""
+    return out.to(torch.promote_types(out.dtype, torch.float32)).mul_(one * other).to(out.dtype)
+
+
 class _Product(torch.autograd.Function):
     """x w^T by the scales that the module has now; those of the gradient when it comes."""
 
@@ -82,15 +87,14 @@ class _Product(torch.autograd.Function):
         ctx.module, world = module, module.world
         ctx.closes, before = world.first_module, world.first_module
         world.first_module = before if world.recomputing else False
-        out: Tensor = (values.values.to(x.dtype) @ kept.to(x.dtype).t()).mul_(values.inverse).mul_(inverse)
-        return out
+        return scaled(values.values.to(x.dtype) @ kept.to(x.dtype).t(), values.inverse, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, by_x, w, by_w = ctx.saved_tensors
         g = ctx.module.rounded(grad, BACKWARD, 0)
-        dx = (g.values.to(grad.dtype) @ w.to(grad.dtype)).mul_(g.inverse).mul_(by_w)
-        dw = (g.values.to(grad.dtype).t() @ x.to(grad.dtype)).mul_(g.inverse).mul_(by_x)
+        dx = scaled(g.values.to(grad.dtype) @ w.to(grad.dtype), g.inverse, by_w)
+        dw = scaled(g.values.to(grad.dtype).t() @ x.to(grad.dtype), g.inverse, by_x)
         if ctx.closes:
             ctx.module.world.close(BACKWARD)
         return dx, dw, None, None, None

@@ -150,10 +150,10 @@ class records:  # noqa: N801
         self.fp8 = fp8
 
     def __enter__(self):
-        self.fp8._records = True
+        self.fp8._records = self.fp8.active = True
 
     def __exit__(self, *_):
-        self.fp8._records = False
+        self.fp8._records = self.fp8.active = False
 
 
 def test_a_backward_pass_that_never_closes_is_found():
@@ -175,6 +175,21 @@ def test_a_part_made_again_gives_the_same_gradients_bit_for_bit(recipe, keeps):
 
     for one, other in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current"])
+def test_outside_of_a_pass_products_are_those_of_the_weights_as_they_are(recipe):
+    """A sample of text after the last step; what is kept of the weights is from before their last change."""
+    fp8 = FP8(PrecisionConfig(recipe, fp8=FP8Config(history=3)), layers=1)
+    net = Net(fp8, False)
+    fp8.allocate(torch.device("cpu"))
+    net(torch.randn(16, SIZES[0]), True).sum().backward()
+    before = fp8.tables[False].history.clone()
+    x = torch.randn(3, SIZES[0])
+    with torch.no_grad():
+        net.one.weight.mul_(2.0)
+        assert torch.equal(net.one(x), x @ net.one.weight.t())
+    assert torch.equal(fp8.tables[False].history, before)
 
 
 def test_a_value_that_is_no_number_does_not_stay_in_the_history():

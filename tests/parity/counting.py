@@ -68,7 +68,10 @@ def started(ranks, config, exact=False):
         if exact:
             machine = replace(machine, compute_dtype=torch.float64, master_dtype=torch.float64)
         layout = layout_of(config.parallel, ranks.world)
-        mesh = make_mesh(layout, ranks.rank, device, 60, config.model.moe is not None, config.precision.in_fp8)
+        mesh = make_mesh(
+            layout, ranks.rank, device, 60,
+            experts=config.model.moe is not None, maxima=config.precision.name == "fp8_delayed",
+        )  # fmt: skip
         yield Engine(config, config.model, mesh, machine, StepClock(device)), mesh, everyone
 
 

@@ -47,7 +47,7 @@ LAYOUTS = {
     "pp2 dp2 tp2 ep4": (8, P(pp=2, tp=2, ep=4), MOE, "none"),
 }
 QUICK = {
-    "ep2 dp2 zero3 full", "ep2 pp2 interleaved_zb zero3", "ep4 over tp2 dp2", "ep2 dp4 zero0", "cp2 gather",
+    "ep2 dp2 zero3 full", "ep2 pp2 interleaved_zb zero3", "ep4 over tp2 dp2", "cp2 gather",
     "cp4 ring", "cp2 tp2 ring", "pp2 cp2 tp2 ep2",
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ ROUNDED = {"ep2 dp2", "ep2 tp2", "ep2 pp2", "cp2 ring", "cp4 gather", "cp2 tp2 r
 
 @pytest.mark.parametrize(
     "ranks, parallel, model, recompute",
-    cases({name: LAYOUTS[name] for name in sorted(ROUNDED)}, {"cp2 ep2"}),
+    cases({name: LAYOUTS[name] for name in sorted(ROUNDED)}, {"ep2 tp2"}),
 )
 def test_a_layout_stays_within_the_tolerance_in_fp32(reference, trial_corpus, ranks, parallel, model, recompute):
     check(reference, trial_corpus, config_of(parallel, ranks, model, "fp32", recompute), ranks)
