@@ -149,7 +149,7 @@ class Trainer:
         self.announce_schedule()
         own = saved is not None and saved.path.parent == checkpoint_folder(config)  # else it is another run's
         self.wandb_id = directory.wandb_id(saved.state.wandb_id if saved and own else None) if self.leads else ""
-        self.val_loss = math.nan
+        self.val_loss, self.watched = math.nan, False
         self.unread: list[tuple[int, StepOutcome]] = []
         if saved:
             self.load(saved)

@@ -22,7 +22,15 @@ from benchmarks.gpu_sections import (
 )
 from data.batch import StepBatch
 from parallel.fp8.choose import choose_backend
-from parallel.fp8.formats import FORMATS, Quantized, current_scale, quantize_blocks, quantize_mx, quantize_tensor
+from parallel.fp8.formats import (
+    FORMATS,
+    Format,
+    Quantized,
+    current_scale,
+    quantize_blocks,
+    quantize_mx,
+    quantize_tensor,
+)
 from parallel.fp8.linear import fp8_linear
 from parallel.fp8.state import FP8
 from parallel.precision import FP8Config, PrecisionConfig, PrecisionName
@@ -39,19 +47,21 @@ def formats(setting: Setting) -> Iterator[Figure]:
     x = torch.randn(96, 320, generator=generator) * torch.logspace(-12, 12, 320)
     x[:, ::29], x[5, 5], x[6, 7] = 0.0, torch.inf, torch.nan
     for name, form in FORMATS.items():
-
-        def all_ways(t: Tensor) -> list[Quantized]:
-            scale = current_scale(t[:4].abs().amax(), form)  # noqa: B023
-            square = quantize_blocks(t, (128, 128), form)  # noqa: B023
-            return [
-                quantize_tensor(t, scale, form), quantize_blocks(t, (1, 128), form), square,  # noqa: B023
-                quantize_mx(t, 0, form), quantize_mx(t, 1, form),  # noqa: B023
-            ]  # fmt: skip
-
-        pairs = zip(all_ways(x), all_ways(x.to(setting.device)), strict=True)
+        pairs = zip(_all_ways(x, form), _all_ways(x.to(setting.device), form), strict=True)
         differ = sum(_differ(a.values, b.values) + _differ(a.inverse, b.inverse) for a, b in pairs)
         yield Figure(f"{name}: values and scales that differ from a CPU's", differ, "", 0)
     yield Figure("a linear and its gradients: error beside a CPU's", _linear_error(setting.device), "", ROUNDING)
+
+
+def _all_ways(x: Tensor, form: Format) -> list[Quantized]:
+    """x by one scale, by blocks and by MX blocks."""
+    return [
+        quantize_tensor(x, current_scale(x[:4].abs().amax(), form), form),
+        quantize_blocks(x, (1, 128), form),
+        quantize_blocks(x, (128, 128), form),
+        quantize_mx(x, 0, form),
+        quantize_mx(x, 1, form),
+    ]
 
 
 def _linear_error(device: torch.device) -> float:
