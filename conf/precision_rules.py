@@ -120,19 +120,20 @@ def _uneven(config: Config) -> Iterator[Problem]:
     model, parallel, train, moe = config.model, config.parallel, config.train, config.model.moe
     step, fp8 = 32 if config.precision.name == "mxfp8" else 16, config.precision.fp8
     head = model.head_dim or model.hidden // model.heads
-    sizes = {"model.hidden": model.hidden, "train.micro_batch": train.micro_batch * train.seq_len // parallel.cp}
+    sizes = [("train.micro_batch", train.micro_batch, train.micro_batch * train.seq_len // parallel.cp)]
+    sizes += [("model.hidden", model.hidden, model.hidden)]
     if fp8.attention:
-        sizes |= {"model.heads": model.heads * head // parallel.tp}
-        sizes |= {"model.kv_heads": (model.heads + 2 * model.kv_heads) * head // parallel.tp}
+        groups = (model.heads + 2 * model.kv_heads) * head // parallel.tp
+        sizes += [("model.heads", model.heads, model.heads * head // parallel.tp)]
+        sizes += [("model.kv_heads", model.kv_heads, groups)]
     if fp8.mlp:
-        sizes |= {"model.ffn": model.ffn // parallel.tp} if not all(_sparse(config)) else {}
-        sizes |= {"model.moe.shared_ffn": moe.shared_ffn // parallel.tp} if moe else {}
-    for key, size in sizes.items():
+        sizes += [("model.ffn", model.ffn, model.ffn // parallel.tp)] if not all(_sparse(config)) else []
+        sizes += [("model.moe.shared_ffn", moe.shared_ffn, moe.shared_ffn // parallel.tp)] if moe else []
+    for key, value, size in sizes:
         if size % step:
             rule = f"gives a rank products of size {size}, and Transformer Engine wants multiples of {step}"
             fix = "change it, or parallel.tp; or write precision.fp8.backend=emulate"
-            value = show(config.train.micro_batch if key == "train.micro_batch" else size * parallel.tp)
-            yield Problem(key, value, rule, fix, ("precision.fp8.backend", "precision.name", "parallel.tp"))
+            yield Problem(key, show(value), rule, fix, ("precision.fp8.backend", "precision.name", "parallel.tp"))
 
 
 def te_obstacle(config: Config) -> str | None:

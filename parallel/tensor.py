@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from parallel.collectives import gather_tokens, scatter_sum
 from parallel.fp8.state import FP8, Slot
-from parallel.fp8.te import linear_product, linear_slot
+from parallel.fp8.te import linear_product
 from parallel.later import LaterGradients
 from parallel.mesh import ALONE, Axis
 
@@ -56,7 +56,7 @@ class CutLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, columns, device=device))
         self.bias = nn.Parameter(torch.empty(rows, device=device)) if bias else None
         self.cut_along, self.later, self.axis = cuts, linears.later, linears.axis
-        self.slots = {"weight": linear_slot(linears.fp8, rows, columns)} if linears.fp8 else {}
+        self.slots = {"weight": linears.fp8.linear(rows, columns)} if linears.fp8 else {}
 
     @property
     def in_fp8(self) -> bool:

@@ -128,6 +128,10 @@ class FP8:
         self.slots.append(made)
         return made
 
+    def linear(self, rows: int, columns: int) -> Slot:  # Transformer Engine asks for the shape
+        """A place for a linear [rows, columns]."""
+        return self.slot()
+
     def allocate(self, device: torch.device) -> None:
         """Make the tables, once all linears have a place."""
         for table in self.tables.values():

@@ -252,11 +252,6 @@ def _without_parameters(rows: int, columns: int) -> Any:
     return linear
 
 
-def linear_slot(fp8: FP8, rows: int, columns: int) -> Slot:
-    """A place for a linear [rows, columns], whoever makes its products."""
-    return fp8.linear(rows, columns) if isinstance(fp8, TransformerEngine) else fp8.slot()
-
-
 def linear_product(x: Tensor, weight: nn.Parameter, slot: Slot, later: LaterGradients | None) -> Tensor:
     """x [T, in], weight [out, in] -> [T, out] in the dtype of x."""
     if isinstance(slot, TESlot):
