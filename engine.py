@@ -36,6 +36,9 @@ from parallel.process import Everyone
 from parallel.schedules import SCHEDULES, schedule_name, stages_per_rank
 from parallel.shards import Shard
 
+PRECISION_STATE = ("fp8.", "optim.loss_scale")
+"""What names of a checkpoint begin with that belong to a number format: FP8's scales and fp16's loss scale."""
+
 Inspect = Callable[[Sequence[Shard]], None]
 """Looks at the finished gradients of a step before the update; those of fp16 still have the loss scale in them."""
 
@@ -160,10 +163,11 @@ class Engine:
     def _forward(self, decoder: Decoder, x: Tensor | None, batch: MicroBatch, first: bool) -> LossSums | Tensor:
         """One part on one micro-batch; x: activations of the part before, None: the tokens."""
         train, cp = self.config.train, self.mesh.axis("cp")
-        own = [local_share(t, train.seq_len, cp) for t in (batch.tokens, batch.labels, batch.positions)]
-        tokens, labels, positions, borders = (
-            t.to(self.machine.device, non_blocking=True) for t in (*own, batch.cu_seqlens)
+        *whole, borders = (
+            t.to(self.machine.device, non_blocking=True)
+            for t in (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)
         )
+        tokens, labels, positions = (local_share(t, train.seq_len, cp) for t in whole)
         fp8, keeps = decoder.cuts.fp8, self.config.parallel.zero < 3  # else weights are freed between micro-batches
         with fp8.forward(first, keeps) if fp8 else nullcontext():
             result: LossSums | Tensor = decoder(

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from announce import announce_schedule, announce_slow_experts, announce_start
 from checkpoint import store
 from checkpoint.store import RunState
-from conf.dependence import layout_dependent
-from conf.resolve import differing, run_directory, run_name, to_dict, to_yaml, total_steps
+from conf.resolve import changes, differing, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
 from data.indexed import IndexedCorpus
@@ -23,7 +23,7 @@ from data.loader import TrainLoader, validation_batches
 from data.order import SampleOrder
 from data.prepare import ReadyData, ready
 from data.tokenizer import Tokenizer
-from engine import Agreed, Engine, StepSums
+from engine import PRECISION_STATE, Agreed, Engine, StepSums
 from errors import DataRefused, Diverged, StopRequested
 from metrics.clock import StepClock
 from metrics.follower import Follower
@@ -36,17 +36,19 @@ from metrics.throughput import throughput
 from model.balance import losses, summary
 from model.flops import inactive_parameters, recomputed_flops, step_flops
 from model.generate import continue_text
-from model.parts import layers_of_stages
 from model.transformer import count_parameters
-from optim.schedule import lr_share, peak_lr, warmup_steps
+from optim.schedule import lr_share, peak_lr
 from optim.updater import StepOutcome
 from parallel.device import Machine, local_device, set_up_machine
+from parallel.garbage import collecting
 from parallel.layout import layout_of
 from parallel.mesh import make_mesh
 from parallel.process import Everyone, joined
 from parallel.ranks import Ranks, find_ranks
-from parallel.schedules import schedule_name, stages_per_rank
+from parallel.waits import recorded_waits
 from start import Saved, checkpoint_folder, find_saved, last_step, newest_words, require_targets
+
+_WATCHED = 3  # which step of a start is watched for waits: by then what is made once has been made
 
 
 def run(config: Config, overrides: list[str]) -> int:
@@ -130,7 +132,8 @@ class Trainer:
         self.shape = replace(config.model, vocab_size=config.model.vocab_size or data.vocab_size)
         self.attempt = int(everyone.gather(str(directory.status().get("attempt", 1)))[0])
         self.layout = layout_of(config.parallel, everyone.world)
-        self.announce(saved, ranks)
+        begin = saved.state.step if saved else None
+        announce_start(config, self.shape, self.layout, ranks, begin, self.attempt, console.say)
         self.machine = self.set_up(ranks, saved)
         self.peak = self.machine.peak
         self.clock = StepClock(self.machine.device)
@@ -139,20 +142,28 @@ class Trainer:
             experts=config.model.moe is not None, maxima=config.precision.name == "fp8_delayed",
         )  # fmt: skip
         self.engine = Engine(config, self.shape, mesh, self.machine, self.clock)
+        self.choices = {"matmul": self.machine.matmul}
         if (products := self.engine.products) is not None:
             everyone.require_same("who makes FP8 products", products.value)
-            console.say(f"FP8 products: {products.value} ({products.reason})")
+            self.choices["fp8"] = products.value
+            before = saved.state.choices.get("fp8", products.value) if saved else products.value
+            changed = f"; warning: {before} made them so far, whose sums are rounded otherwise"
+            console.say(
+                f"FP8 products: {products.value} ({products.reason})" + (changed if before != products.value else "")
+            )
+        announce_slow_experts(config, self.machine, console.say)
         self.loader, self.validation = self.open_data(mesh.dp_rank)
         held_out = sum(batch.valid_tokens for group in self.validation for batch in group)
         self.valid_held_out = everyone.add([held_out])[0] * self.layout.dp // everyone.world
         self.peak_lr = peak_lr(config.optim, config.model.hidden)
-        self.announce_schedule()
+        announce_schedule(config, self.peak_lr, console.say)
         own = saved is not None and saved.path.parent == checkpoint_folder(config)  # else it is another run's
         self.wandb_id = directory.wandb_id(saved.state.wandb_id if saved and own else None) if self.leads else ""
         self.val_loss, self.watched = math.nan, False
         self.unread: list[tuple[int, StepOutcome]] = []
         if saved:
             self.load(saved)
+        self.looks_at = self.progress.step + _WATCHED
 
     def set_up(self, ranks: Ranks, saved: Saved | None) -> Machine:
         """Device, threads and products; how fp32 products are made is rank 0's choice for all."""
@@ -171,51 +182,6 @@ class Trainer:
         self.everyone.require_same("how fp32 products are made", machine.matmul)
         return machine
 
-    def announce(self, saved: Saved | None, ranks: Ranks) -> None:
-        """What begins, where, on how many processes, and how long it is."""
-        train, checkpoint, say = self.config.train, self.config.checkpoint, self.console.say
-        begin = saved.state.step if saved else 0
-        say(f"run {run_name(self.config)} in {self.directory.path}, attempt {self.attempt}")
-        say(
-            f"steps {begin + 1} to {self.last} of {total_steps(self.config)}, "
-            f"{train.global_batch * train.seq_len:,} tokens each; "
-            f"a checkpoint every {checkpoint.every or self.last} steps; W&B {self.config.metrics.wandb}"
-        )
-        say(
-            f"a step is {train.global_batch // (train.micro_batch * self.layout.dp)} micro-batches of "
-            f"{train.micro_batch} sequences" + (f" on each of {self.layout.dp} ranks" if self.layout.dp > 1 else "")
-        )
-        for sentence in layout_dependent(self.config):
-            say(f"warning: {sentence}")
-        if self.attempt > 1 and saved is None:
-            say("no checkpoint was saved by the attempts before: beginning at the first step")
-        if ranks.world > 1:
-            self.announce_layout(ranks)
-
-    def announce_layout(self, ranks: Ranks) -> None:
-        """The ranks as a table, and what they share."""
-        parallel, say = self.config.parallel, self.console.say
-        say(f"{ranks.world} processes started by {ranks.source}: {self.layout.words}; zero {parallel.zero}")
-        for line in self.layout.table():
-            say(line)
-        if parallel.pp > 1:
-            layers = ", ".join(str(count) for count in layers_of_stages(self.shape, parallel))
-            source = "as configured" if parallel.layers_per_stage else "even in cost, the head counted"
-            say(
-                f"pipeline: {schedule_name(parallel)}, {stages_per_rank(parallel)} stage(s) a rank, "
-                f"layers {layers} ({source})"
-            )
-
-    def announce_schedule(self) -> None:
-        """The learning rate and where it comes from."""
-        config = self.config
-        warmup = warmup_steps(config.lr_schedule, total_steps(config))
-        source = "optim.lr" if config.optim.lr is not None else "0.75 / model.hidden"
-        shape = f"{config.lr_schedule.name} after a warm-up of {warmup} steps"
-        self.console.say(f"learning rate: {self.peak_lr:.2e} ({source}), {shape}")
-        if config.train.compile:
-            self.console.say("compile: each block and the loss, once a shape; the first step is slow")
-
     def open_data(self, dp_rank: int) -> tuple[TrainLoader, list[tuple[MicroBatch, ...]]]:
         """The loader of training steps, and the held-out micro-batches (none without a held-out corpus)."""
         config, source, train = self.config, self.data.source, self.config.train
@@ -232,7 +198,7 @@ class Trainer:
         loader = TrainLoader(
             corpus, order, global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
             document_mask=config.data.document_mask, vocab_size=vocab_size, prefetch=config.data.prefetch,
-            rank=dp_rank, ranks=self.layout.dp,
+            rank=dp_rank, ranks=self.layout.dp, pin=self.machine.device.type == "cuda",
         )  # fmt: skip
         if source.validation is None or not train.eval_every:
             self.console.say("validation: none" + ("" if source.validation else " (the source has no held-out corpus)"))
@@ -255,7 +221,12 @@ class Trainer:
                 f"{saved.path} was trained on other data than {self.data.source.train} holds now: fingerprints "
                 f"{state.data} then, {here} now; give the run its corpus back, or start another run"
             )
-        store.load(saved.path, self.engine.pieces(), everyone=self.everyone)
+        _, other = changes({"precision": state.config["precision"]}, Config(precision=self.config.precision))
+        fresh = PRECISION_STATE if other else ()
+        if fresh:
+            changed = ", ".join(str(each) for each in other)
+            self.console.say(f"scales of FP8 and of fp16's losses begin anew, if there are any ({changed})")
+        store.load(saved.path, self.engine.pieces(), everyone=self.everyone, fresh=fresh)
         self.engine.resume(state.updates)
         self.progress = Progress(state.step, state.samples, state.tokens)
         self.recorded = state.step
@@ -264,7 +235,10 @@ class Trainer:
         """Train to the last step of this start; the exit code."""
         config, begin = self.config, self.progress.step
         stop = StopRequest(self.directory.stop_file if self.leads else None)
-        with stop.listening(), self.recording_where_it_ends(), self.open_reports() as report, self.loader as loader:
+        with (
+            stop.listening(), self.recording_where_it_ends(), self.open_reports() as report, self.loader as loader,
+            collecting(config.train.gc_every) as collect_garbage,
+        ):  # fmt: skip
             if begin:
                 report.event("resume", begin, f"going on after step {begin}", layout=self.layout.words)
             self.clock.finish()
@@ -273,7 +247,9 @@ class Trainer:
                 agreed = self.engine.agree(self.everyone, batch, stop.asked is not None)
                 if agreed.stops and self.progress.step > begin:
                     self.stop_here(report, stop.asked)
-                sums, lr = self.take_step(batch, agreed)
+                with self.watching_waits(report):
+                    sums, lr = self.take_step(batch, agreed)
+                collect_garbage(self.progress.step)
                 if self.due(config.metrics.every):
                     self.report_step(report, agreed, sums, lr, self.engine.imbalance(batch.micro_batches))
                 if self.validation and self.due(config.train.eval_every):
@@ -334,6 +310,19 @@ class Trainer:
         progress.tokens += len(batch.samples) * self.config.train.seq_len
         self.unread.append((progress.step, self.outcome))
         return sums, lr
+
+    @contextmanager
+    def watching_waits(self, report: Reporter) -> Iterator[None]:
+        """One step of a start on CUDA is watched for places where the host waits for the device."""
+        if self.machine.device.type != "cuda" or self.progress.step + 1 != self.looks_at:
+            yield
+            return
+        with recorded_waits() as places:
+            yield
+        if places:
+            words = ", ".join(f"{place} ({count})" for place, count in places.most_common())
+            text = f"step {self.progress.step} waited for the device {places.total()} times, which costs speed: {words}"
+            report.event("warning", self.progress.step, text)
 
     def report_step(
         self, report: Reporter, agreed: Agreed, sums: StepSums, lr: float, imbalance: float | None
@@ -427,7 +416,7 @@ class Trainer:
             state = RunState(
                 progress.step, progress.samples, progress.tokens, self.engine.updater.updates,
                 data={self.data.source.name: self.data.fingerprint}, config=to_dict(config),
-                vocab_size=self.shape.vocab_size or 0, choices={"matmul": self.machine.matmul},
+                vocab_size=self.shape.vocab_size or 0, choices=self.choices,
                 layout=self.layout.words, wandb_id=self.wandb_id,
             )  # fmt: skip
             path = store.save(

@@ -29,9 +29,10 @@ from typing import Any, Literal
 import torch
 
 from benchmarks import gpu_fp8, gpu_kernels, gpu_sections
-from benchmarks.gpu_sections import ROOT, Figure, Setting
+from benchmarks.gpu_sections import Figure, Setting
 from errors import ConfigRefused, exit_code_of
 from files import write_whole
+from parallel.waits import OUTSIDE, ROOT, project_place
 
 State = Literal["running", "passed", "FAILED", "skipped"]
 _SAYS = {True: "ok", False: "FAILED"}
@@ -174,8 +175,8 @@ def make(section: Section, setting: Setting, keep: Callable[[Outcome], None]) ->
 def _words(error: Exception) -> str:
     """An error in a few lines: its kind, what it says, where."""
     stack = traceback.extract_tb(error.__traceback__)
-    where = gpu_sections.project_place(stack)
-    if where == gpu_sections.OUTSIDE:  # this script's own
+    where = project_place(stack)
+    if where == OUTSIDE:  # this script's own
         where = f"{Path(stack[-1].filename).name}:{stack[-1].lineno} in {stack[-1].name}"
     text = " ".join(str(error).splitlines()[:_LINES])
     return f"{type(error).__name__} at {where}: {text}"

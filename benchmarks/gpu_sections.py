@@ -11,9 +11,6 @@ import os
 import statistics
 import tempfile
 import time
-import traceback
-import warnings
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,15 +37,14 @@ from parallel.mesh import ONE_PROCESS
 from parallel.precision import PrecisionConfig
 from parallel.process import Everyone
 from parallel.shards import Shard
+from parallel.waits import recorded_waits
 
-ROOT = Path(__file__).parent.parent
 STEPS = 20  # of a comparison
 FALLS = 0.95  # most of the first loss that may be left after them: what does not train proves nothing
 STATE_BYTES = 14.5  # a parameter: bf16 weight 2, fp32 master 4, moments 8, and a little for what is no weight
 COMPILED = 5e-3  # relative difference of the first loss, in bf16
 MFU = {"eager": 0.2, "compiled": 0.25}  # least share of the published peak, 1b, micro-batch 1
 SYNCS = 0.0  # most waits for the device in a bf16 step: all that a step decides is decided on the device
-OUTSIDE = "outside the project"
 
 Precision = Literal["fp32", "bf16"]
 
@@ -366,38 +362,9 @@ def host_syncs(setting: Setting) -> Iterator[Figure]:
             engine = made(config, setting.device)
             for batch in batches[:2]:
                 step(engine, batch, 1e-3)
-            with recorded_syncs() as places:
+            with recorded_waits() as places:
                 for batch in batches[2:]:
                     step(engine, batch, 1e-3)
         yield Figure(f"{kind}: host syncs a step", places.total() / steps, "", SYNCS)
         for place, count in places.most_common():
             yield Figure(f"{kind}: of these at {place}", count / steps)
-
-
-@contextmanager
-def recorded_syncs() -> Iterator[Counter[str]]:
-    """Inside, CUDA operations that wait are counted by place. PyTorch knows of most of them, not of all."""
-    found: Counter[str] = Counter()
-
-    def note(message: Warning | str, *_: object, **__: object) -> None:
-        if "called a synchronizing" in str(message):
-            found[project_place(traceback.extract_stack())] += 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def project_place(stack: traceback.StackSummary) -> str:
-    """The innermost line of the project itself, such as `engine.py:213 in _one`; this script's own do not count."""
-    for frame in reversed(stack):
-        path = Path(frame.filename)
-        inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else None
-        if inside is not None and not inside.parts[0].startswith(".") and not path.name.startswith("gpu_"):
-            return f"{inside}:{frame.lineno} in {frame.name}"
-    return OUTSIDE

@@ -5,6 +5,7 @@ python -m benchmarks.step_workers NAME PRECISION THREADS     then a line on stdi
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -54,8 +55,11 @@ def tatara(dtype: torch.dtype, compiled: bool) -> Step:
     return step
 
 
-def transformers_llama(dtype: torch.dtype, compiled: bool, keep: bool = False) -> Step:
-    """transformers' Llama of the same shape, weights and AdamW in `dtype` alone (no fp32 masters), clipping."""
+def transformers_llama(dtype: torch.dtype, compiled: bool, keep: bool = False, masters: bool = False) -> Step:
+    """transformers' Llama of the same shape with AdamW and clipping.
+
+    Weights, gradients and moments are in `dtype` alone; with `masters` they are fp32, as ours, and `dtype` is autocast.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if keep:
@@ -65,9 +69,14 @@ def transformers_llama(dtype: torch.dtype, compiled: bool, keep: bool = False) -
         num_key_value_heads=SHAPE.kv_heads, intermediate_size=SHAPE.ffn, vocab_size=SHAPE.vocab_size,
         max_position_embeddings=SEQ_LEN,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(config).to(torch.float32 if masters else dtype)
     call = torch.compile(model) if compiled else model
-    return _plain_step(model, lambda ids: call(input_ids=ids, labels=ids).loss)
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype, enabled=masters):
+            return call(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+    return _plain_step(model, loss)
 
 
 def litgpt(dtype: torch.dtype, compiled: bool) -> Step:
@@ -108,18 +117,21 @@ def gemm_shapes() -> list[tuple[int, int, int]]:
     return [(n * SHAPE.layers, k, c) for n, k, c in block] + [(1, SHAPE.hidden, SHAPE.vocab_size or 0)]
 
 
-def gemm(dtype: torch.dtype) -> Step:
-    """The products of a step's linears alone, all three in the form that is fastest: the limit."""
+def gemm(dtype: torch.dtype, as_trained: bool = False) -> Step:
+    """The products of a step's linears alone.
+
+    All three of a linear in the form that is fastest: the limit. `as_trained`: x w^T, g w and g^T x, as a backward
+    pass has its operands.
+    """
     keep_memory()
-    operands = [
-        (3 * count, torch.ones(TOKENS, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype))
-        for count, inner, columns in gemm_shapes()
-    ]
+    products: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for count, inner, columns in gemm_shapes():
+        x, w, g = (torch.ones(s, dtype=dtype) for s in ((TOKENS, inner), (columns, inner), (TOKENS, columns)))
+        products += count * ([(x, w.t()), (g, w), (g.t(), x)] if as_trained else 3 * [(x, w.t())])
 
     def step() -> None:
-        for count, x, w in operands:
-            for _ in range(count):
-                F.linear(x, w)
+        for left, right in products:
+            left @ right
 
     return step
 
@@ -133,23 +145,29 @@ def make(name: str, dtype: torch.dtype) -> Step:
         "transformers compiled": lambda: transformers_llama(dtype, True),
         "transformers, memory kept": lambda: transformers_llama(dtype, False, keep=True),
         "transformers compiled, memory kept": lambda: transformers_llama(dtype, True, keep=True),
+        "transformers, fp32 masters": lambda: transformers_llama(dtype, False, masters=True),
         "litgpt": lambda: litgpt(dtype, False),
         "litgpt compiled": lambda: litgpt(dtype, True),
         "gemm": lambda: gemm(dtype),
+        "gemm as trained": lambda: gemm(dtype, as_trained=True),
     }
     return contenders[name]()
 
 
 def main() -> None:
-    """Warm up, report the first step's seconds, then one step a line of stdin; the peak memory at the end."""
+    """Make two steps, say their seconds, then the peak memory; from there on a step a line of stdin."""
     name, precision, threads = sys.argv[1:4]
     torch.manual_seed(0)
     torch.set_num_threads(int(threads))
+    if "transformers" in name:
+        import transformers.models.llama.modeling_llama  # noqa: F401  # code is no memory of a model
+    before = _peak_memory_gb()
     step = make(name, DTYPES[precision])
     for _ in range(2):
-        _say(_timed(step))
+        _say("seconds", _timed(step))
+    _say("memory", _peak_memory_gb() - before)
     for _ in sys.stdin:
-        _say(_timed(step))
+        _say("seconds", _timed(step))
 
 
 def _timed(step: Step) -> float:
@@ -158,8 +176,13 @@ def _timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def _say(seconds: float) -> None:
-    print(f"seconds {seconds}", flush=True)
+def _peak_memory_gb() -> float:
+    """Most memory that was resident at any time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def _say(what: str, value: float) -> None:
+    print(f"{what} {value}", flush=True)
 
 
 if __name__ == "__main__":

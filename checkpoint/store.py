@@ -219,18 +219,23 @@ def read_state(path: Path) -> RunState:
     return RunState(**raw)
 
 
-def load(path: Path, pieces: Mapping[str, Piece], everyone: Everyone = _ALONE) -> None:
+def load(
+    path: Path, pieces: Mapping[str, Piece], everyone: Everyone = _ALONE, fresh: tuple[str, ...] = ()
+) -> None:  # fmt: skip
     """Fill every piece in place from the checkpoint in folder `path`, whatever layout wrote it; called by every
     process, as what one lacks another may hold.
+
+    Names that begin with one of `fresh` are left alone, here as there.
 
     Raises:
         CheckpointRefused: names, whole shapes or dtypes are not the same, or a file is damaged, here or on another
             process.
     """
+    pieces = {name: piece for name, piece in pieces.items() if not name.startswith(fresh)}
     held = {name for names in everyone.gather(json.dumps(list(pieces))) for name in json.loads(names)}
 
     def take() -> None:
-        index = read_index(path)
+        index = {name: entry for name, entry in read_index(path).items() if not name.startswith(fresh)}
         check_same(index, held, pieces)
         fill(path, index, pieces)
 

@@ -28,6 +28,7 @@ FREE = (
     "train.recompute_n",
     "train.device",
     "train.threads",
+    "train.gc_every",
     "train.eval_every",
     "train.eval_samples",
     "model.loss_chunk",

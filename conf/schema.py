@@ -50,7 +50,10 @@ class TrainConfig:
     sample_prompt: str | None = None
     """Text that the finished model continues for a few lines, where one process has all of it; null: no sample."""
     max_skips: int = 10
-    """Non-finite steps in a row after which the run stops with exit code 4."""
+    """Non-finite steps in a row after which the run stops with exit code 4; under fp16, those at the least loss
+    scale."""
+    gc_every: int = 50
+    """Steps between collections of Python's garbage, on all ranks at the same time; 0: at each process's own times."""
     compile: bool = False
     """Compile each block and the loss with torch.compile; slow start, faster steps."""
     recompute: Literal["none", "selective", "full", "every_n"] = "none"

@@ -62,6 +62,7 @@ RANGES = (
     Range("train.eval_every", 0),
     Range("train.eval_samples", 1),
     Range("train.max_skips", 1),
+    Range("train.gc_every", 0),
     Range("train.recompute_n", 1),
     Range("train.threads", 1),
     Range("model.hidden", 1),

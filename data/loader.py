@@ -39,6 +39,7 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         prefetch: int = 2,
         rank: int = 0,
         ranks: int = 1,
+        pin: bool = False,
     ) -> None:
         _check_sizes(global_batch, micro_batch, ranks, prefetch)
         if (order.tokens, order.seq_len) != (corpus.tokens, seq_len):
@@ -48,7 +49,7 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
             )
         self._order = order
         self._global_batch, self._micro_batch, self._prefetch = global_batch, micro_batch, prefetch
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._pin = rank, ranks, pin
         self._packer = Packer(corpus, seq_len, document_mask, vocab_size)
         self._ahead: Prefetcher[StepBatch] | None = None
         self._wait_seconds = 0.0
@@ -106,7 +107,7 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         own = range(self._rank * size, len(samples), self._ranks * size)
         parts = [samples[at : at + size] for at in own]
         micro_batches = [self._packer.pack([self._order.start(n) for n in part], part) for part in parts]
-        return step_batch(micro_batches, samples)
+        return step_batch([each.pinned() for each in micro_batches] if self._pin else micro_batches, samples)
 
 
 def validation_batches(

@@ -17,6 +17,7 @@ from parallel.context import local_places
 from parallel.cuts import Cuts
 from parallel.mesh import ALONE, Axis
 from parallel.recompute import recomputed
+from parallel.remade import Recipe
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.norm_eps, device) if norm else None
         self.recompute = False
 
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """x [T/tp, hidden] -> [T/tp, hidden]."""
+    def forward(self, x: Tensor, context: AttentionContext, again: Recipe | None = None) -> Tensor:
+        """x [T/tp, hidden] -> [T/tp, hidden]; `again` makes x, which is then not kept."""
         shape = (context.batch, context.seq_len, self.kv_heads, self.group + 2, self.head_dim)
-        qkv = self.qkv(self.linears.gather(x)).view(shape)
+        qkv = self.qkv(self.linears.gather(x), again).view(shape)
         if self.recompute and torch.is_grad_enabled():
             core = recomputed(self._core, qkv, context)
         else:

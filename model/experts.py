@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.pieces import pieces
 from parallel.cuts import Cuts
 from parallel.fp8.linear import fp8_grouped
 from parallel.later import LaterGradients
 from parallel.recompute import recomputed
-
-_PIECE = 1 << 17  # elements of an activation worked on at a time, so that its passes stay in the cache
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -66,7 +65,7 @@ class Experts(nn.Module):
         result: Tensor
         if self.fp8 is not None and self.fp8.active:
             return self._in_fp8(rows, weights, counts.tolist())
-        if rows.device.type == "cuda" and rows.dtype == torch.bfloat16 and len(rows) > 0:
+        if rows.device.type != "cpu" and rows.dtype == torch.bfloat16 and len(rows) > 0:
             ends = counts.cumsum(0).to(torch.int32)  # stays on the device
             result = GroupedExperts.apply(rows, weights, self.gate_up, self.down, ends, self.gated, self.later)
         else:
@@ -269,7 +268,7 @@ class _WeightProducts:
 def activate(wide: Tensor, weights: Tensor, gated: bool, out: Tensor) -> None:
     """out [m, f] = silu(gate) * up * weights with wide [m, 2f] = (gate, up), or gelu(wide) * weights; weights [m]."""
     width = out.shape[1]
-    for piece in _pieces(out):
+    for piece in pieces(out):
         act, w = out[piece], weights[piece, None]
         if gated:
             torch.ops.aten.silu.out(wide[piece, :width], out=act)
@@ -287,7 +286,7 @@ def activate_backward(
     Writes the output itself to act [m, f], and the gradient of wide to d_wide.
     """
     width, d_weights = act.shape[1], torch.empty_like(weights)
-    for piece in _pieces(act):
+    for piece in pieces(act):
         g, h, w, first = grad[piece], act[piece], weights[piece, None], wide[piece, :width]
         if gated:
             up, silu = wide[piece, width:], F.silu(first)
@@ -303,10 +302,3 @@ def activate_backward(
         else:
             torch.ops.aten.gelu_backward.grad_input(g, first, approximate="tanh", grad_input=d_wide[piece])
     return d_weights
-
-
-def _pieces(x: Tensor) -> Iterator[slice]:
-    """Rows of x [m, f] in equal pieces that the cache holds; on other devices than CPUs all at once."""
-    count = -(-x.numel() // _PIECE) if x.device.type == "cpu" else 1
-    step = -(-len(x) // count) if count else 1
-    return (slice(first, first + step) for first in range(0, len(x), step))

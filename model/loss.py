@@ -139,7 +139,7 @@ class _ChunkedLoss(torch.autograd.Function):
             losses, squares = losses + loss, squares + square
             if dx is not None and dw is not None:  # the logits are their gradient now
                 dx[part] = logits @ weight
-                dw += logits.t() @ x[part]
+                _add_product(dw, logits.t(), x[part])
         ctx.save_for_backward(*([dx, dw] if with_grad else []))
         ctx.mark_non_differentiable(losses, squares)
         return (losses + settings.z_loss * squares) * scale, losses, squares
@@ -149,7 +149,16 @@ class _ChunkedLoss(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         if grad.device.type == "cpu" and grad.item() == 1.0:  # as in training; elsewhere asking would wait
             return dx, dw, *_NO_GRADIENT
-        return dx * grad.to(dx.dtype), dw * grad, *_NO_GRADIENT
+        # In place: a second fp32 gradient of the head is what a step's memory has no room for.
+        return dx.mul_(grad.to(dx.dtype)), dw.mul_(grad), *_NO_GRADIENT
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without a tensor of its own where formats are the same."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def chunked_loss(

@@ -27,6 +27,7 @@ from parallel.collectives import gather_tokens
 from parallel.cuts import Cuts
 from parallel.mesh import Axis
 from parallel.recompute import recomputed
+from parallel.remade import Recipe, recipe
 from parallel.tensor import Linears, VocabularyEmbedding
 
 
@@ -85,12 +86,16 @@ class Block(nn.Module):
         return first(self._body, x, context.attention)  # type: ignore[no-any-return]
 
     def _before_mlp(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        x = x + self.attention(self.attention_norm(x), context)
+        x = x + self.attention(self.attention_norm(x), context, self._again(self.attention_norm, x))
         return x, self.mlp_norm(x)
 
     def _body(self, x: Tensor, context: AttentionContext) -> Tensor:
         x, normed = self._before_mlp(x, context)
-        return x + self.mlp(normed)  # type: ignore[no-any-return]
+        return x + self.mlp(normed, self._again(self.mlp_norm, x))  # type: ignore[no-any-return]
+
+    def _again(self, norm: RMSNorm, x: Tensor) -> Recipe | None:
+        """How norm(x) is made in the backward pass, unless all of the block is."""
+        return None if self.recompute else recipe(norm, x)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
@@ -221,8 +226,11 @@ def set_recompute(model: Decoder, mode: str, every: int) -> None:
             continue
         block.attention.recompute = mode == "selective"
         block.recompute = mode == "full" or (mode == "every_n" and int(number) % every == 0)
+        block.mlp.recompute = block.recompute
         if isinstance(block.mlp, MoE):
-            block.mlp.recompute = block.mlp.experts.recompute = block.recompute
+            block.mlp.experts.recompute = block.recompute
+            if block.mlp.shared is not None:
+                block.mlp.shared.recompute = block.recompute
 
 
 def initial_std(name: str, config: ModelConfig) -> float:

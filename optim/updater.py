@@ -42,10 +42,18 @@ def square_sum(gradients: Sequence[Tensor]) -> Tensor:
     On a CPU pieces are summed in their own format and added up in fp64: a sum over millions of elements in fp32
     loses up to a hundredth, more the larger the tensor. CUDA's own sum goes by small pieces.
     """
-    pieces = list(gradients)
-    if pieces[0].device.type == "cpu":
-        pieces = [piece for gradient in gradients for piece in gradient.reshape(-1).split(_NORM_PIECE)]
-    return torch.stack(torch._foreach_norm(pieces, 2.0)).double().square().sum()
+    if gradients[0].device.type == "cpu":
+        norms = torch.cat([norm for gradient in gradients for norm in _piece_norms(gradient.reshape(-1))])
+    else:
+        norms = torch.stack(torch._foreach_norm(list(gradients), 2.0))
+    return norms.double().square().sum()
+
+
+def _piece_norms(flat: Tensor) -> Iterator[Tensor]:
+    """Norms of the pieces of a tensor: those of whole pieces, on all threads, and that of the rest."""
+    whole = len(flat) // _NORM_PIECE * _NORM_PIECE
+    yield torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_PIECE), dim=1)
+    yield torch.linalg.vector_norm(flat[whole:]).view(1)
 
 
 def global_norm(gradients: Sequence[tuple[Tensor, int]], everywhere: bool) -> Tensor:

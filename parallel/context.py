@@ -49,7 +49,8 @@ def local_share(t: Tensor, seq_len: int, axis: Axis) -> Tensor:
     if axis.size == 1:
         return t
     chunks = t.reshape(-1, 2 * axis.size, chunk_length(seq_len, axis), *t.shape[1:])
-    return chunks[:, list(own_chunks(axis))].flatten(0, 2)
+    own = [chunks[:, number] for number in own_chunks(axis)]  # a list of numbers as index would wait for a GPU
+    return torch.stack(own, 1).flatten(0, 2)
 
 
 def in_order(parts: Tensor, dim: int) -> Tensor:

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -92,17 +93,19 @@ def set_up_machine(
     count = choose_threads(threads, sharing)
     torch.set_num_threads(int(count.value))
     how = choose_matmul(precision, target, matmul)
-    torch.set_float32_matmul_precision(how.value)
+    matmul = how.value
+    torch.set_float32_matmul_precision(matmul)
     dtype = _COMPUTE[precision.compute]
     if target.type == "cpu":
         memory = keep_memory()
         say(f"freed memory: {memory.value} ({memory.reason})")
     best, source = find_peak(target, precision.name, dtype, peak)
     say(f"device: {where.value} ({where.reason}); CPU threads: {count.value} ({count.reason})")
-    products = f"; products: {how.value} ({how.reason})" if precision.name == "fp32" else ""
-    say(f"precision: {precision.name}{products}")
+    if precision.name != "fp32":
+        how = half_products(dtype, target)
+    say(f"precision: {precision.name}" + (f"; products: {how.value} ({how.reason})" if how.reason else ""))
     say(f"peak for MFU: {best / 1e12:.3f} TFLOP/s ({source})")
-    return Machine(target, dtype, torch.promote_types(dtype, torch.float32), how.value, best, "measured" in source)
+    return Machine(target, dtype, torch.promote_types(dtype, torch.float32), matmul, best, "measured" in source)
 
 
 def keep_memory() -> Choice:
@@ -224,6 +227,23 @@ def _fastest_true_fp32() -> Choice:
         if errors[setting] <= _TRUE_FP32 and gain >= _WORTH:
             return Choice(setting, f"{gain:.1f}x faster here, error {errors[setting]:.0e}: still fp32")
     return Choice("highest", "no faster setting is true fp32 here")
+
+
+def half_products(dtype: torch.dtype, device: torch.device) -> Choice:
+    """How 16-bit products are made: on CUDA summed in fp32 throughout, on a CPU by whatever it has, measured."""
+    if dtype.itemsize != 2:
+        return Choice(str(dtype), "")
+    if device.type == "cuda":
+        products = torch.backends.cuda.matmul
+        products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+        return Choice("16-bit factors", "summed in fp32 throughout")
+    plain, half = (
+        _seconds(partial(torch.nn.functional.linear, *(each.to(form) for each in _operands())))
+        for form in (torch.float32, dtype)
+    )
+    if half < plain:
+        return Choice("16-bit", f"{plain / half:.1f}x the speed of fp32 here")
+    return Choice("16-bit", f"{half / plain:.1f}x slower than fp32 on this CPU: precision=fp32 trains faster")
 
 
 def measure_peak(dtype: torch.dtype, device: torch.device) -> float:

@@ -9,6 +9,7 @@ collect     the same way back; a token's results are added up in the order of it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -151,14 +152,14 @@ class Dispatched:
         wait_all(self.pending)
         if self.axis.group is None:
             return self.rows, self.weights, self.counts[0]
-        order, inverse = self._orders()
+        order, inverse = self.orders
         rows, weights = (_Reorder.apply(each, order, inverse) for each in (self.rows, self.weights))
         return rows, weights, self.counts.sum(0)
 
     def collect(self, rows: Tensor) -> Tensor:
         """Results [M, h] of the experts, as `arrived` sorted them, back to their tokens and added up: [T, h]."""
         if self.axis.group is not None:
-            order, inverse = self._orders()
+            order, inverse = self.orders
             rows = _Reorder.apply(rows, inverse, order)
             pending: Works = []
             rows = _Exchange.apply(rows, self.receive, self.send, self.axis, pending)
@@ -166,18 +167,16 @@ class Dispatched:
         result: Tensor = _Collect.apply(rows, self.pairs)
         return result
 
-    def _orders(self) -> tuple[Tensor, Tensor]:
-        """From (rank, expert) to (expert, rank) and back: places of rows, [M] each."""
-        counts, device = self.counts, self.rows.device
-        blocks = torch.arange(counts.numel()).view_as(counts).t().flatten()
-        lengths = counts.flatten().cpu()
-        starts = lengths.cumsum(0) - lengths
-        sorted_lengths = lengths[blocks]
-        shift = starts[blocks] - (sorted_lengths.cumsum(0) - sorted_lengths)
-        order = torch.arange(int(lengths.sum())) + shift.repeat_interleave(sorted_lengths)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
-        return order.to(device), inverse.to(device)
+    @cached_property
+    def orders(self) -> tuple[Tensor, Tensor]:
+        """From (rank, expert) to (expert, rank) and back: places of rows, [M] each; made without waiting."""
+        lengths = self.counts.flatten()
+        starts = (lengths.cumsum(0) - lengths).view_as(self.counts).t().flatten()
+        sorted_lengths = self.counts.t().flatten()
+        shift = starts - (sorted_lengths.cumsum(0) - sorted_lengths)
+        rows = torch.arange(len(self.rows), device=self.rows.device)
+        order = rows + shift.repeat_interleave(sorted_lengths, output_size=len(rows))
+        return order, torch.empty_like(order).index_copy_(0, order, rows)
 
 
 def dispatch(x: Tensor, weights: Tensor, pairs: Pairs, axis: Axis) -> Dispatched:

@@ -48,7 +48,7 @@ class FP8Config:
     """Whether the experts that tokens choose are in FP8 (routers never are)."""
     health_every: int = 10
     """Steps between records of how FP8 fares (largest values, scales, values lost, errors), each a few passes over
-    every operand; 0: none."""
+    every operand; only steps that metrics.every records have one; 0: none."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from parallel.fp8.state import FP8, Slot
 from parallel.fp8.te import linear_product
 from parallel.later import LaterGradients
 from parallel.mesh import ALONE, Axis
+from parallel.remade import Recipe, keeping
 
 
 class _LaterLinear(torch.autograd.Function):
@@ -63,34 +64,35 @@ class CutLinear(nn.Module):
         """Whether the coming product is."""
         return bool(self.slots) and self.slots["weight"].fp8.active
 
-    def product(self, x: Tensor) -> Tensor:
-        """x [T, in] -> x w^T, without the bias."""
-        if self.in_fp8:
-            return linear_product(x, self.weight, self.slots["weight"], self.later)
-        if self.later is None:
-            return F.linear(x, self.weight)
-        result: Tensor = _LaterLinear.apply(x, self.weight, self.later)
-        return result
+    def product(self, x: Tensor, again: Recipe | None, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] -> x w^T + bias; `again` makes x, which is then not kept."""
+        if self.in_fp8:  # what is kept is in FP8
+            out = linear_product(x, self.weight, self.slots["weight"], self.later)
+        elif self.later is None:
+            with keeping(again, x):
+                return F.linear(x, self.weight, bias)
+        else:
+            with keeping(again, x):
+                out = _LaterLinear.apply(x, self.weight, self.later)
+        return out if bias is None else out + bias
 
 
 class ColumnLinear(CutLinear):
     """x [T, in] -> [T, out/tp]: this rank's outputs."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, again: Recipe | None = None) -> Tensor:
         """x [T, in] of all tokens."""
-        if self.later is None and not self.in_fp8:
-            return F.linear(x, self.weight, self.bias)
-        return self.product(x) if self.bias is None else self.product(x) + self.bias
+        return self.product(x, again, self.bias)
 
 
 class RowLinear(CutLinear):
     """x [T, in/tp] -> [T/tp, out]: the addends of all ranks, summed, for this rank's tokens."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, again: Recipe | None = None) -> Tensor:
         """x [T, in/tp] of all tokens; the bias is added once, after the sum."""
-        if self.axis.group is None and self.later is None and not self.in_fp8:
-            return F.linear(x, self.weight, self.bias)
-        summed = scatter_sum(self.product(x), self.axis)
+        if self.axis.group is None:
+            return self.product(x, again, self.bias)
+        summed = scatter_sum(self.product(x, again), self.axis)
         return summed if self.bias is None else summed + self.bias
 
 

@@ -36,6 +36,21 @@ def test_a_run_records_how_fp8_fares_and_goes_on_bit_for_bit(tiny, recipe):
     assert json.loads((run_of(tiny) / "status.json").read_text())["state"] == "done"
 
 
+CHANGES = [("bf16", "fp8_delayed"), ("fp8_delayed", "bf16"), ("fp16", "fp8_current"), ("fp8_delayed", "fp16")]
+
+
+@pytest.mark.parametrize("before, after", CHANGES)
+def test_a_run_goes_on_in_another_precision_whose_scales_begin_anew(tiny, capsys, before, after):
+    tiny = [o for o in tiny if not o.startswith("precision.matmul")]
+    assert train.main([*tiny, f"precision={before}", "train.stop_at=3"]) == 0
+    assert train.main([*tiny, f"precision={after}"]) == 2
+    assert "checkpoint.allow=[precision.name]" in capsys.readouterr().err
+    assert train.main([*tiny, f"precision={after}", "train.stop_at=5", "checkpoint.allow=[precision.name]"]) == 0
+    assert f"begin anew, if there are any (precision.name: {before} -> {after})" in capsys.readouterr().out
+    made = losses(run_of(tiny))
+    assert max(made) == 5 and abs(made[4][0] - made[3][0]) < 0.5
+
+
 def test_what_is_to_stay_in_bf16_does(tiny):
     tiny = [o for o in tiny if not o.startswith("precision.matmul")]
     tiny += ["precision=fp8_current", "precision.fp8.health_every=1", "train.stop_at=1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 import train
 from data.writer import CorpusWriter
 from parallel.fp8 import formats
-from tests.conftest import VOCAB, validations
+from tests.conftest import VOCAB, records, validations
 from tests.test_fp8 import EXPERTS, RECIPES
 
 ALLOWED = 0.0025
@@ -44,7 +45,7 @@ def distance(fp8: list[float], bf16: list[float]) -> tuple[float, float]:
 @pytest.mark.timeout(6 * 3600)
 @pytest.mark.parametrize("model", ["nano", "moe_nano"])
 def test_the_default_run_in_fp8_is_as_good_as_in_bf16(tmp_path, model):
-    settings = [f"model={model}", "checkpoint.every=0", "train.eval_every=200"]
+    settings = [f"model={model}", "checkpoint.every=0", "train.eval_every=200", "train.threads=1"]
     bf16 = final_losses(tmp_path, "bf16", settings, SEEDS)
     print(f"\n{model} bf16 {fmean(bf16):.4f} {bf16}")
     faults = []
@@ -98,6 +99,18 @@ SHORTLY = 0.01
 def test_a_short_run_in_fp8_is_near_bf16(short, short_bf16, recipe):
     off, _ = distance(final_losses(short[0], recipe, short[1], (1,)), short_bf16)
     assert abs(off) < SHORTLY
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_500_steps_have_no_nan(short, recipe):
+    own = [f"precision={recipe}", f"run.dir={short[0]}", f"run.name={recipe}-long", "metrics.wandb=disabled"]
+    steps = ["train.steps=500", "train.eval_every=100", "metrics.every=1", "train.sample_prompt=null"]
+    assert train.main([*short[1], *own, *steps]) == 0
+    made = [r for r in records(short[0] / f"{recipe}-long") if "loss" in r]
+    assert len(made) == 500 and made[-1]["skipped"] == 0
+    assert all(isfinite(r["loss"]) and isfinite(r["grad_norm"]) for r in made)
+    assert made[-1]["loss"] < 0.5 * made[0]["loss"]
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", pytest.param("fp8_block", marks=pytest.mark.soak)])

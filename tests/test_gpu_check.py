@@ -1,7 +1,6 @@
 """The script that checks a GPU, tried on a CPU: what it reports, and that it fails where something is wrong."""
 
 import json
-import traceback
 import warnings
 from unittest.mock import patch
 
@@ -170,17 +169,6 @@ def test_a_wait_for_the_device_is_found_at_its_line_in_the_project(monkeypatch):
     total = figures.pop("dense: host syncs a step")
     assert total.value == 1.0 and not total.passed
     assert any(name.startswith("dense: of these at tests/test_gpu_check.py:") for name in figures)
-
-
-def test_places_outside_the_project_and_of_the_script_itself_do_not_count():
-    root = gpu_sections.ROOT
-    frames = [
-        traceback.FrameSummary(str(root / "engine.py"), 7, "_one", line=""),
-        traceback.FrameSummary(str(root / "benchmarks" / "gpu_sections.py"), 1, "step", line=""),
-        traceback.FrameSummary(str(root / ".venv" / "torch.py"), 2, "item", line=""),
-    ]
-    assert gpu_sections.project_place(traceback.StackSummary.from_list(frames)) == "engine.py:7 in _one"
-    assert gpu_sections.project_place(traceback.StackSummary.from_list(frames[1:])) == "outside the project"
 
 
 def test_the_shape_is_that_of_the_configuration():

@@ -212,6 +212,27 @@ def test_waiting_is_measured_and_taken_once(make_corpus: MakeCorpus) -> None:
         assert train.take_wait() == 0
 
 
+def test_for_a_gpu_every_tensor_is_pinned_by_the_thread_that_makes_it(
+    make_corpus: MakeCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: dict[int, str] = {}
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        pinned[copy.data_ptr()] = threading.current_thread().name
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with loader(make_corpus(DOCUMENTS), pin=True) as source:
+        found = list(source.steps(0, 8))
+    with loader(make_corpus(DOCUMENTS)) as source:
+        plain_steps = list(source.steps(0, 8))
+    for field in (*FIELDS, "cu_seqlens"):
+        assert joined(found, field) == joined(plain_steps, field)
+        for batch in (batch for step in found for batch in step.micro_batches):
+            assert pinned[getattr(batch, field).data_ptr()] == "data-prefetch"
+
+
 @pytest.mark.parametrize("options", [{"micro_batch": 3}, {"micro_batch": 0}, {"prefetch": -1}])
 def test_sizes_that_do_not_fit_are_refused(make_corpus: MakeCorpus, options: dict[str, int]) -> None:
     name, value = next(iter(options.items()))

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from parallel import device as device_module
-from parallel.device import choose_matmul, choose_threads, measure_peak, published_peak, set_up_machine
+from parallel.device import (
+    choose_matmul,
+    choose_threads,
+    half_products,
+    measure_peak,
+    published_peak,
+    set_up_machine,
+)
 from parallel.precision import PrecisionConfig
 
 CPU = torch.device("cpu")
@@ -54,6 +61,26 @@ def test_a_faster_setting_that_is_true_fp32_is_chosen_with_its_reason(monkeypatc
 @pytest.mark.parametrize("asked", ["highest", "high", "medium"])
 def test_an_explicit_setting_is_taken(asked):
     assert choose_matmul(PrecisionConfig("fp32", asked), CPU).value == asked
+
+
+@pytest.mark.parametrize("seconds, words", [
+    ((1.0, 0.25), "4.0x the speed of fp32 here"),
+    ((1.0, 3.0), "3.0x slower than fp32 on this CPU: precision=fp32 trains faster"),
+])  # fmt: skip
+def test_16_bit_products_of_a_cpu_are_measured_beside_fp32(monkeypatch, seconds, words):
+    times = iter(seconds)
+    monkeypatch.setattr(device_module, "_seconds", lambda work: next(times))
+    assert half_products(torch.bfloat16, CPU).reason == words
+
+
+def test_16_bit_products_of_cuda_are_summed_in_fp32():
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
+    try:
+        half_products(torch.bfloat16, torch.device("cuda"))
+        assert not flags.allow_bf16_reduced_precision_reduction and not flags.allow_fp16_reduced_precision_reduction
+    finally:
+        flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = before
 
 
 def test_threads_are_the_asked_ones_or_the_usable_cores():
