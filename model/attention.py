@@ -120,7 +120,7 @@ class Attention(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, context: AttentionContext, again: Recipe | None = None) -> Tensor:
-        """x [T/tp, hidden] -> [T/tp, hidden]; `again` makes x, which is then not kept."""
+        """x [T/tp, hidden] -> [T/tp, hidden]; `again` is kept instead of x."""
         shape = (context.batch, context.seq_len, self.kv_heads, self.group + 2, self.head_dim)
         qkv = self.qkv(self.linears.gather(x), again).view(shape)
         if self.recompute and torch.is_grad_enabled():

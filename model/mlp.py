@@ -63,8 +63,8 @@ class MLP(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor, again: Recipe | None = None) -> Tensor:
-        """x [T/tp, hidden] -> [T/tp, hidden]; `again` makes x, which is then not kept."""
+        """x [T/tp, hidden] -> [T/tp, hidden]; `again` is kept instead of x."""
         x = self.linears.gather(x)
         inputs = [each(x, again) for each in (self.gate, self.up) if each is not None]
         act = activation(*inputs)
-        return self.down(act, None if self.recompute else recipe(activation, *inputs))  # type: ignore[no-any-return]
+        return self.down(act, None if self.recompute else recipe(act, activation, *inputs))  # type: ignore[no-any-return]

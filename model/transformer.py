@@ -86,16 +86,17 @@ class Block(nn.Module):
         return first(self._body, x, context.attention)  # type: ignore[no-any-return]
 
     def _before_mlp(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        x = x + self.attention(self.attention_norm(x), context, self._again(self.attention_norm, x))
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, context, self._again(normed, self.attention_norm, x))
         return x, self.mlp_norm(x)
 
     def _body(self, x: Tensor, context: AttentionContext) -> Tensor:
         x, normed = self._before_mlp(x, context)
-        return x + self.mlp(normed, self._again(self.mlp_norm, x))  # type: ignore[no-any-return]
+        return x + self.mlp(normed, self._again(normed, self.mlp_norm, x))  # type: ignore[no-any-return]
 
-    def _again(self, norm: RMSNorm, x: Tensor) -> Recipe | None:
+    def _again(self, normed: Tensor, norm: RMSNorm, x: Tensor) -> Recipe | None:
         """How norm(x) is made in the backward pass, unless all of the block is."""
-        return None if self.recompute else recipe(norm, x)
+        return None if self.recompute else recipe(normed, norm, x)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

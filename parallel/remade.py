@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 class Recipe:
     """How to make a tensor anew; made once, however many products read it."""
 
-    def __init__(self, make: Callable[[], Tensor]) -> None:
-        """make: gives the same bits again, and holds only what is kept anyway, detached."""
-        self.make = make
+    def __init__(self, of: Tensor, make: Callable[[], Tensor]) -> None:
+        """make: gives the bits of `of` again, and holds only what is kept anyway, detached."""
+        self.place, self.shape, self.make = of.data_ptr(), of.shape, make
         self.made: Tensor | None = None
 
     @torch.no_grad()
@@ -29,27 +29,23 @@ class Recipe:
             self.made = self.make()
         return self.made
 
-    def instead_of(self, x: Tensor) -> AbstractContextManager[Any]:
-        """Inside, autograd keeps this recipe where it would keep x."""
-        place, shape = x.data_ptr(), x.shape
-
-        def pack(kept: Tensor) -> Tensor | Recipe:
-            return self if kept.data_ptr() == place and kept.shape == shape else kept
-
-        def unpack(kept: Tensor | Recipe) -> Tensor:
-            return kept.tensor() if isinstance(kept, Recipe) else kept
-
-        return saved_tensors_hooks(pack, unpack)
+    def pack(self, kept: Tensor) -> Tensor | Recipe:
+        """What autograd keeps; the tensor itself is known by its place, as long as it lives."""
+        return self if kept.data_ptr() == self.place and kept.shape == self.shape else kept
 
 
-def recipe(make: Callable[..., Tensor], *args: Tensor) -> Recipe | None:
-    """make(*args) later; None in compiled code, where the partitioner decides what is kept."""
+def recipe(of: Tensor, make: Callable[..., Tensor], *args: Tensor) -> Recipe | None:
+    """`of` = make(*args) later; None in compiled code, where the partitioner decides what is kept."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     kept = [each.detach() for each in args]
-    return Recipe(lambda: make(*kept))
+    return Recipe(of, lambda: make(*kept))
 
 
-def keeping(again: Recipe | None, x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, autograd keeps `again` instead of x, if there is any."""
-    return nullcontext() if again is None else again.instead_of(x)
+def keeping(again: Recipe | None) -> AbstractContextManager[Any]:
+    """Inside, autograd keeps `again`, if there is any, where it would keep the tensor that it makes."""
+    return nullcontext() if again is None else saved_tensors_hooks(again.pack, _unpack)
+
+
+def _unpack(kept: Tensor | Recipe) -> Tensor:
+    return kept.tensor() if isinstance(kept, Recipe) else kept

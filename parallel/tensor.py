@@ -65,14 +65,14 @@ class CutLinear(nn.Module):
         return bool(self.slots) and self.slots["weight"].fp8.active
 
     def product(self, x: Tensor, again: Recipe | None, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] -> x w^T + bias; `again` makes x, which is then not kept."""
+        """x [T, in] -> x w^T + bias; `again` is kept instead of the tensor that it makes, if x is that."""
         if self.in_fp8:  # what is kept is in FP8
             out = linear_product(x, self.weight, self.slots["weight"], self.later)
         elif self.later is None:
-            with keeping(again, x):
+            with keeping(again):
                 return F.linear(x, self.weight, bias)
         else:
-            with keeping(again, x):
+            with keeping(again):
                 out = _LaterLinear.apply(x, self.weight, self.later)
         return out if bias is None else out + bias
 

@@ -48,7 +48,8 @@ def test_results_and_gradients_have_the_bits_of_what_is_kept(kind, bias, dtype):
     inputs = [x, *module.parameters(), *norm.parameters()]
     grad = torch.randn(TOKENS, 32, dtype=dtype)
     plain = written_out(module, norm(x))
-    lean = module(norm(x), recipe(norm, x))
+    normed = norm(x)
+    lean = module(normed, recipe(normed, norm, x))
     assert torch.equal(lean, plain)
     for a, b in zip(torch.autograd.grad(lean, inputs, grad), torch.autograd.grad(plain, inputs, grad), strict=True):
         assert torch.equal(a, b)
@@ -63,7 +64,13 @@ def test_swiglu_is_differentiated_right():
 def test_gate_and_up_are_all_that_is_kept_of_an_mlp(kind, width):
     module, norm = mlp(kind), RMSNorm(32, 1e-5)
     x = torch.randn(TOKENS, 32, requires_grad=True)
-    lean = kept_bytes(lambda: module(norm(x), recipe(norm, x)))
+
+    def run() -> Tensor:
+        normed = norm(x)
+        out: Tensor = module(normed, recipe(normed, norm, x))
+        return out
+
+    lean = kept_bytes(run)
     # Of the norm a number a token; of the rest the inputs of the activation.
     assert lean == 4 * TOKENS * (1 + width * 96)
     plain = kept_bytes(lambda: written_out(module, norm(x)))
@@ -80,11 +87,25 @@ def test_a_recipe_is_followed_once_for_all_that_read_it_and_the_result_dropped()
 
     x = torch.randn(4, 32, requires_grad=True)
     module = mlp()
-    out = module(double(x), recipe(double, x))
+    doubled = double(x)
+    out = module(doubled, recipe(doubled, double, x))
     made.clear()
     out.sum().backward()
     assert len(made) == 1
     assert made[0]() is None
+
+
+def test_what_is_not_the_recipes_own_tensor_is_kept():
+    """As a tensor-parallel rank's product of all tokens, whose norm has seen but some."""
+    module = mlp()
+    mine, others = (torch.randn(4, 32) for _ in range(2))
+    for tensor in (mine, others):
+        tensor.requires_grad_()
+    normed = -mine
+    out = module(torch.cat([normed, others]), recipe(normed, torch.neg, mine))
+    found = torch.autograd.grad(out.sum(), [mine, others])
+    plain = torch.autograd.grad(written_out(module, torch.cat([-mine, others])).sum(), [mine, others])
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
 def test_where_a_block_is_recomputed_nothing_is_kept_of_its_recipes():
@@ -96,4 +117,4 @@ def test_where_a_block_is_recomputed_nothing_is_kept_of_its_recipes():
 
 def test_without_gradients_there_is_no_recipe():
     with torch.no_grad():
-        assert recipe(torch.neg, torch.ones(2)) is None
+        assert recipe(-torch.ones(2), torch.neg, torch.ones(2)) is None
