@@ -36,9 +36,6 @@ from parallel.process import Everyone
 from parallel.schedules import SCHEDULES, schedule_name, stages_per_rank
 from parallel.shards import Shard
 
-PRECISION_STATE = ("fp8.", "optim.loss_scale")
-"""What names of a checkpoint begin with that belong to a number format: FP8's scales and fp16's loss scale."""
-
 Inspect = Callable[[Sequence[Shard]], None]
 """Looks at the finished gradients of a step before the update; those of fp16 still have the loss scale in them."""
 

@@ -51,6 +51,20 @@ def find_saved(config: Config, console: Console) -> Saved | None:
     return saved
 
 
+FP8_STATE, LOSS_SCALE = "fp8.", "optim.loss_scale"
+"""What the names of FP8's scales and of fp16's loss scale begin with in a checkpoint."""
+_SCALED = ("name", "fp8.history", "fp8.first_bf16", "fp8.last_bf16", "fp8.attention", "fp8.mlp", "fp8.experts")
+
+
+def begins_anew(config: Config, saved: Saved) -> tuple[tuple[str, ...], str]:
+    """Beginnings of names of the checkpoint's tensors that a run in another precision cannot go on with, and why."""
+    _, other = changes({"precision": saved.state.config.get("precision", {})}, Config(precision=config.precision))
+    changed = [each for each in other if each.key.removeprefix("precision.") in _SCALED]
+    named = any(each.key == "precision.name" for each in changed)
+    found = ((FP8_STATE,) if changed else ()) + ((LOSS_SCALE,) if named else ())
+    return found, ", ".join(str(each) for each in changed)
+
+
 def newest_words(config: Config) -> str:
     """What there is to go back to."""
     found = store.list_checkpoints(checkpoint_folder(config))

@@ -15,7 +15,7 @@ import torch
 from announce import announce_schedule, announce_slow_experts, announce_start
 from checkpoint import store
 from checkpoint.store import RunState
-from conf.resolve import changes, differing, run_directory, run_name, to_dict, to_yaml, total_steps
+from conf.resolve import differing, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
 from data.indexed import IndexedCorpus
@@ -23,7 +23,7 @@ from data.loader import TrainLoader, validation_batches
 from data.order import SampleOrder
 from data.prepare import ReadyData, ready
 from data.tokenizer import Tokenizer
-from engine import PRECISION_STATE, Agreed, Engine, StepSums
+from engine import Agreed, Engine, StepSums
 from errors import DataRefused, Diverged, StopRequested
 from metrics.clock import StepClock
 from metrics.follower import Follower
@@ -45,8 +45,8 @@ from parallel.layout import layout_of
 from parallel.mesh import make_mesh
 from parallel.process import Everyone, joined
 from parallel.ranks import Ranks, find_ranks
-from parallel.waits import recorded_waits
-from start import Saved, checkpoint_folder, find_saved, last_step, newest_words, require_targets
+from parallel.waits import recorded_waits, wait_words
+from start import Saved, begins_anew, checkpoint_folder, find_saved, last_step, newest_words, require_targets
 
 _WATCHED = 3  # which step of a start is watched for waits: by then what is made once has been made
 
@@ -175,7 +175,8 @@ class Trainer:
                 config.precision, config.metrics.peak_tflops, matmul, self.console.say,
             )  # fmt: skip
 
-        kept = saved.state.choices.get("matmul") if saved else None
+        was_fp32 = saved is not None and saved.state.config.get("precision", {}).get("name") == "fp32"
+        kept = saved.state.choices.get("matmul") if saved and was_fp32 else None
         machine = choose(kept) if self.leads else None
         chosen = self.everyone.gather(machine.matmul if machine else "")[0]
         machine = machine or choose(chosen)
@@ -221,11 +222,9 @@ class Trainer:
                 f"{saved.path} was trained on other data than {self.data.source.train} holds now: fingerprints "
                 f"{state.data} then, {here} now; give the run its corpus back, or start another run"
             )
-        _, other = changes({"precision": state.config["precision"]}, Config(precision=self.config.precision))
-        fresh = PRECISION_STATE if other else ()
+        fresh, why = begins_anew(self.config, saved)
         if fresh:
-            changed = ", ".join(str(each) for each in other)
-            self.console.say(f"scales of FP8 and of fp16's losses begin anew, if there are any ({changed})")
+            self.console.say(f"scales begin anew, if there are any: {why}")
         store.load(saved.path, self.engine.pieces(), everyone=self.everyone, fresh=fresh)
         self.engine.resume(state.updates)
         self.progress = Progress(state.step, state.samples, state.tokens)
@@ -319,10 +318,10 @@ class Trainer:
             return
         with recorded_waits() as places:
             yield
-        if places:
-            words = ", ".join(f"{place} ({count})" for place, count in places.most_common())
-            text = f"step {self.progress.step} waited for the device {places.total()} times, which costs speed: {words}"
-            report.event("warning", self.progress.step, text)
+        for rank, words in enumerate(self.everyone.gather(wait_words(places))):
+            if words:
+                text = f"in step {self.progress.step} rank {rank} waited for its device, which costs speed: {words}"
+                report.event("warning", self.progress.step, text)
 
     def report_step(
         self, report: Reporter, agreed: Agreed, sums: StepSums, lr: float, imbalance: float | None

@@ -8,8 +8,8 @@ data back into the caches, then three that are timed, as in training. Others' wo
 contender's quiet steps are the fastest third of its own; figures are their medians, and the median of all steps
 stands beside them. Memory is the most that was resident in two steps, over what was before the model was made.
 
-`gemm` is the limit: the products of the linears alone, each in its fastest form. `gemm as trained` has the forms of a
-backward pass: no step of this machine's PyTorch can be nearer to the limit.
+`gemm` is the limit: the products of the linears alone, each in its fastest form. `gemm as trained` has the forms in
+which a backward pass finds its operands.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ python -m benchmarks.step_workers NAME PRECISION THREADS     then a line on stdi
 
 from __future__ import annotations
 
-import resource
+import importlib
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -159,13 +160,14 @@ def main() -> None:
     name, precision, threads = sys.argv[1:4]
     torch.manual_seed(0)
     torch.set_num_threads(int(threads))
-    if "transformers" in name:
-        import transformers.models.llama.modeling_llama  # noqa: F401  # code is no memory of a model
-    before = _peak_memory_gb()
+    for library in ("transformers.models.llama.modeling_llama", "litgpt"):  # code is no memory of a model
+        if name.startswith(library.split(".")[0]):
+            importlib.import_module(library)
+    before = _memory_gb("VmRSS")
     step = make(name, DTYPES[precision])
     for _ in range(2):
         _say("seconds", _timed(step))
-    _say("memory", _peak_memory_gb() - before)
+    _say("memory", _memory_gb("VmHWM") - before)
     for _ in sys.stdin:
         _say("seconds", _timed(step))
 
@@ -176,9 +178,10 @@ def _timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def _peak_memory_gb() -> float:
-    """Most memory that was resident at any time."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+def _memory_gb(what: str) -> float:
+    """VmRSS: what is resident now; VmHWM: the most that ever was (Linux's own account of this process)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith(what))
 
 
 def _say(what: str, value: float) -> None:

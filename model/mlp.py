@@ -60,11 +60,11 @@ class MLP(nn.Module):
         self.gate = linears.column(*shape, bias, device) if config.activation == "swiglu" else None
         self.up = linears.column(*shape, bias, device)
         self.down = linears.row(config.ffn, config.hidden, bias, device)
-        self.recompute = False
+        self.remakes = True
 
     def forward(self, x: Tensor, again: Recipe | None = None) -> Tensor:
         """x [T/tp, hidden] -> [T/tp, hidden]; `again` is kept instead of x."""
         x = self.linears.gather(x)
         inputs = [each(x, again) for each in (self.gate, self.up) if each is not None]
         act = activation(*inputs)
-        return self.down(act, None if self.recompute else recipe(act, activation, *inputs))  # type: ignore[no-any-return]
+        return self.down(act, recipe(act, activation, *inputs) if self.remakes else None)  # type: ignore[no-any-return]

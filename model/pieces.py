@@ -12,5 +12,5 @@ _PIECE = 1 << 17  # elements
 def pieces(x: Tensor) -> Iterator[slice]:
     """Rows of x [m, f] in equal pieces that the cache holds; on other devices than CPUs all at once."""
     count = -(-x.numel() // _PIECE) if x.device.type == "cpu" else 1
-    step = -(-len(x) // count) if count else 1
+    step = max(1, -(-len(x) // max(1, count)))
     return (slice(first, first + step) for first in range(0, len(x), step))

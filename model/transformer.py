@@ -76,10 +76,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: BlockContext) -> Tensor:
         """x [T/tp, hidden] -> [T/tp, hidden]."""
-        again = self.recompute and torch.is_grad_enabled()
+        recompute = self.recompute and torch.is_grad_enabled()
         # Inside the module, so that FSDP's hooks stand around both passes and gather the weights for each; not
         # around a mixture, whose experts have hooks of their own and whose choices are not to be made twice.
-        first = partial(recomputed, fp8=self.fp8) if again else _call
+        first = partial(recomputed, fp8=self.fp8) if recompute else _call
         if isinstance(self.mlp, MoE):
             x, normed = first(self._before_mlp, x, context.attention)
             return x + self.mlp(normed, context)  # type: ignore[no-any-return]
@@ -227,11 +227,10 @@ def set_recompute(model: Decoder, mode: str, every: int) -> None:
             continue
         block.attention.recompute = mode == "selective"
         block.recompute = mode == "full" or (mode == "every_n" and int(number) % every == 0)
-        block.mlp.recompute = block.recompute
         if isinstance(block.mlp, MoE):
-            block.mlp.experts.recompute = block.recompute
-            if block.mlp.shared is not None:
-                block.mlp.shared.recompute = block.recompute
+            block.mlp.recompute = block.mlp.experts.recompute = block.recompute
+        for dense in (module for module in block.modules() if isinstance(module, MLP)):
+            dense.remakes = not block.recompute  # what is recomputed whole need not be kept in part
 
 
 def initial_std(name: str, config: ModelConfig) -> float:

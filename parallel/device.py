@@ -237,10 +237,15 @@ def half_products(dtype: torch.dtype, device: torch.device) -> Choice:
         products = torch.backends.cuda.matmul
         products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
         return Choice("16-bit factors", "summed in fp32 throughout")
-    plain, half = (
-        _seconds(partial(torch.nn.functional.linear, *(each.to(form) for each in _operands())))
-        for form in (torch.float32, dtype)
-    )
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(_fastest_true_fp32().value)  # as a run in fp32 would make its products
+    try:
+        plain, half = (
+            _seconds(partial(torch.nn.functional.linear, *(each.to(form) for each in _operands())))
+            for form in (torch.float32, dtype)
+        )
+    finally:
+        torch.set_float32_matmul_precision(before)
     if half < plain:
         return Choice("16-bit", f"{plain / half:.1f}x the speed of fp32 here")
     return Choice("16-bit", f"{half / plain:.1f}x slower than fp32 on this CPU: precision=fp32 trains faster")

@@ -11,15 +11,22 @@ from contextlib import contextmanager
 def collecting(every: int) -> Iterator[Callable[[int], None]]:
     """Inside, garbage is collected when the function given is told of a step that is a multiple of `every`.
 
-    What is there at the start (modules, the model) is not looked at again. 0: Python collects at times of its own.
+    What is there at the start and after the first step (modules, the model, compiled code) is not looked at again. 0:
+    Python collects at times of its own.
     """
     if not every:
         yield lambda step: None
         return
 
+    first = True
+
     def after(step: int) -> None:
-        if step % every == 0:
+        nonlocal first
+        if first or step % every == 0:
             gc.collect()
+        if first:
+            gc.freeze()
+        first = False
 
     was_on = gc.isenabled()
     gc.collect()

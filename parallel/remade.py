@@ -29,9 +29,11 @@ class Recipe:
             self.made = self.make()
         return self.made
 
-    def pack(self, kept: Tensor) -> Tensor | Recipe:
+    def pack(self, kept: Tensor) -> Recipe | tuple[Tensor, int]:
         """What autograd keeps; the tensor itself is known by its place, as long as it lives."""
-        return self if kept.data_ptr() == self.place and kept.shape == self.shape else kept
+        if kept.data_ptr() == self.place and kept.shape == self.shape:
+            return self
+        return kept, kept._version
 
 
 def recipe(of: Tensor, make: Callable[..., Tensor], *args: Tensor) -> Recipe | None:
@@ -47,5 +49,11 @@ def keeping(again: Recipe | None) -> AbstractContextManager[Any]:
     return nullcontext() if again is None else saved_tensors_hooks(again.pack, _unpack)
 
 
-def _unpack(kept: Tensor | Recipe) -> Tensor:
-    return kept.tensor() if isinstance(kept, Recipe) else kept
+def _unpack(kept: Recipe | tuple[Tensor, int]) -> Tensor:
+    if isinstance(kept, Recipe):
+        return kept.tensor()
+    tensor, version = kept
+    if tensor._version != version:  # autograd does not look where hooks are
+        shape = tuple(tensor.shape)
+        raise RuntimeError(f"a tensor {shape} that the backward pass needs was changed after the forward pass")
+    return tensor

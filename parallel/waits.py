@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,10 +20,13 @@ OUTSIDE = "outside the project"
 def recorded_waits() -> Iterator[Counter[str]]:
     """Inside, CUDA operations that wait are counted by place. PyTorch knows of most of them, not of all."""
     found: Counter[str] = Counter()
+    show = warnings.showwarning
 
-    def note(message: Warning | str, *_: object, **__: object) -> None:
+    def note(message: Warning | str, *where: Any, **to: Any) -> None:
         if "called a synchronizing" in str(message):
             found[project_place(traceback.extract_stack())] += 1
+        else:
+            show(message, *where, **to)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -32,6 +36,11 @@ def recorded_waits() -> Iterator[Counter[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def wait_words(places: Counter[str]) -> str:
+    """The places and how often, most often first; empty where there was none."""
+    return ", ".join(f"{place} ({count})" for place, count in places.most_common())
 
 
 def project_place(stack: traceback.StackSummary) -> str:

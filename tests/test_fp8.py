@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
 import train
+from checkpoint.store import read_tensors
 from tests.conftest import losses, records
 from tests.test_train import run_of
 
@@ -36,19 +38,45 @@ def test_a_run_records_how_fp8_fares_and_goes_on_bit_for_bit(tiny, recipe):
     assert json.loads((run_of(tiny) / "status.json").read_text())["state"] == "done"
 
 
-CHANGES = [("bf16", "fp8_delayed"), ("fp8_delayed", "bf16"), ("fp16", "fp8_current"), ("fp8_delayed", "fp16")]
+HISTORY = ["precision=fp8_delayed", "precision.fp8.history=8"]
+CHANGES = [
+    (["precision=bf16"], ["precision=fp8_delayed"], "precision.name"),
+    (["precision=fp8_delayed"], ["precision=bf16"], "precision.name"),
+    (["precision=fp16"], ["precision=fp8_current"], "precision.name"),
+    (["precision=fp8_delayed"], ["precision=fp16"], "precision.name"),
+    (HISTORY, [*HISTORY[:1], "precision.fp8.history=4"], "precision.fp8.history"),
+    (HISTORY, [*HISTORY, "precision.fp8.first_bf16=1"], "precision.fp8.first_bf16"),
+]
 
 
-@pytest.mark.parametrize("before, after", CHANGES)
-def test_a_run_goes_on_in_another_precision_whose_scales_begin_anew(tiny, capsys, before, after):
+def kept(run, step):
+    return read_tensors(run / "checkpoints" / f"step_{step:08d}")
+
+
+@pytest.mark.parametrize("before, after, key", CHANGES)
+def test_a_run_goes_on_in_another_precision_whose_scales_begin_anew(tiny, capsys, before, after, key):
     tiny = [o for o in tiny if not o.startswith("precision.matmul")]
-    assert train.main([*tiny, f"precision={before}", "train.stop_at=3"]) == 0
-    assert train.main([*tiny, f"precision={after}"]) == 2
-    assert "checkpoint.allow=[precision.name]" in capsys.readouterr().err
-    assert train.main([*tiny, f"precision={after}", "train.stop_at=5", "checkpoint.allow=[precision.name]"]) == 0
-    assert f"begin anew, if there are any (precision.name: {before} -> {after})" in capsys.readouterr().out
-    made = losses(run_of(tiny))
-    assert max(made) == 5 and abs(made[4][0] - made[3][0]) < 0.5
+    assert train.main([*tiny, *before, "train.stop_at=3"]) == 0
+    assert train.main([*tiny, *after]) == 2
+    assert f"checkpoint.allow=[{key}]" in capsys.readouterr().err
+    still = ["optim.lr=1e-30", "optim.weight_decay=0", f"checkpoint.allow=[{key},optim.lr,optim.weight_decay]"]
+    assert train.main([*tiny, *after, "train.stop_at=5", *still]) == 0
+    assert f"scales begin anew, if there are any: {key}: " in capsys.readouterr().out
+    old, new = kept(run_of(tiny), 3), kept(run_of(tiny), 5)
+    weights = [name for name in old if name.startswith("model.")]
+    assert weights and all(torch.equal(old[name], new[name]) for name in weights)
+    squares = [name for name in old if name.startswith("optim.exp_avg_sq.")]  # they only lose by beta2 a step
+    assert squares and all((new[name] >= 0.95**2 * old[name] * (1 - 1e-5)).all() for name in squares)
+
+
+def test_a_loss_scale_goes_on_though_its_settings_change(tiny):
+    tiny = [*(o for o in tiny if not o.startswith("precision.matmul")), "precision=fp16"]
+    grown = [*tiny, "precision.fp16.initial=1024", "precision.fp16.growth_interval=1"]
+    assert train.main([*grown, "train.stop_at=3"]) == 0
+    slow = [*grown[:-1], "precision.fp16.growth_interval=100", "checkpoint.allow=[precision.fp16.growth_interval]"]
+    assert train.main([*slow, "train.stop_at=5"]) == 0
+    scales = {r["step"]: r["loss_scale"] for r in records(run_of(tiny)) if "loss_scale" in r and "event" not in r}
+    assert [scales[step] for step in (1, 2, 3, 4, 5)] == [1024.0, 2048.0, 4096.0, 8192.0, 8192.0]
 
 
 def test_what_is_to_stay_in_bf16_does(tiny):

@@ -9,6 +9,7 @@ import torch
 
 from parallel import device as device_module
 from parallel.device import (
+    Choice,
     choose_matmul,
     choose_threads,
     half_products,
@@ -69,8 +70,16 @@ def test_an_explicit_setting_is_taken(asked):
 ])  # fmt: skip
 def test_16_bit_products_of_a_cpu_are_measured_beside_fp32(monkeypatch, seconds, words):
     times = iter(seconds)
-    monkeypatch.setattr(device_module, "_seconds", lambda work: next(times))
+    monkeypatch.setattr(device_module, "_fastest_true_fp32", lambda: Choice("medium", "said so"))
+    settings: list[str] = []
+
+    def timed(work):
+        settings.append(torch.get_float32_matmul_precision())
+        return next(times)
+
+    monkeypatch.setattr(device_module, "_seconds", timed)
     assert half_products(torch.bfloat16, CPU).reason == words
+    assert settings[0] == "medium" and torch.get_float32_matmul_precision() == "highest"
 
 
 def test_16_bit_products_of_cuda_are_summed_in_fp32():

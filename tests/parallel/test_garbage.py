@@ -12,7 +12,7 @@ from parallel.precision import PrecisionConfig
 from tests.parallel.test_waits import DENSE, MIXTURE, engine_on_meta, one_step
 
 
-def test_collections_are_made_at_multiples_alone_and_python_is_left_as_it_was(monkeypatch):
+def test_collections_are_made_after_the_first_step_and_at_multiples_and_python_is_left_as_it_was(monkeypatch):
     collections: list[str] = []
     counts: list[int] = []
     with collecting(5) as after:
@@ -21,7 +21,7 @@ def test_collections_are_made_at_multiples_alone_and_python_is_left_as_it_was(mo
         for step in range(1, 12):
             after(step)
             counts.append(len(collections))
-    assert counts == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
+    assert counts == [1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 

@@ -110,7 +110,7 @@ def test_what_is_not_the_recipes_own_tensor_is_kept():
 
 def test_where_a_block_is_recomputed_nothing_is_kept_of_its_recipes():
     module, norm = mlp(), RMSNorm(32, 1e-5)
-    module.recompute = True
+    module.remakes = False
     x = torch.randn(TOKENS, 32, requires_grad=True)
     assert kept_bytes(lambda: recomputed(lambda given: module(norm(given)), x)) == 0
 

@@ -18,6 +18,7 @@ from parallel.mesh import make_mesh
 from parallel.pipeline import Done
 from parallel.process import joined
 from parallel.shards import plain
+from tests.parallel.kept import kept_bytes
 
 
 @contextmanager
@@ -142,18 +143,17 @@ def saved_for_backward(ranks, config, corpus):
     """Bytes of activations that one micro-batch keeps for its backward pass."""
     with started(ranks, config) as (engine, mesh, everyone):
         batch = next(trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, config.train.global_batch))
-        weights = {p.untyped_storage().data_ptr() for built in engine.parts for p in built.decoder.parameters()}
-        kept = {}
+        results = []
 
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = (storage.nbytes(), tensor)
-            return tensor
+        def run():
+            engine._begin(batch.micro_batches, 1e-3)
+            results.append(engine._forward(engine.decoder, None, batch.micro_batches[0], True))
+            return results[-1].objective
 
-        engine._begin(batch.micro_batches, 1e-3)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            sums = engine._forward(engine.decoder, None, batch.micro_batches[0], True)
-        sums.objective.backward()
+        run().backward()  # what FSDP and messages hold from the first pass on is no activation
+        results.clear()
+        engine.updater.clear_gradients()
+        kept = kept_bytes(run)
+        results[-1].objective.backward()
         everyone.barrier()
-    return sum(size for size, _ in kept.values())
+    return kept
