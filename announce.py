@@ -12,7 +12,7 @@ from conf.schema import Config
 from model.config import ModelConfig
 from model.parts import layers_of_stages
 from optim.schedule import warmup_steps
-from parallel.device import Machine
+from parallel.device import Choice, Machine
 from parallel.layout import Layout
 from parallel.ranks import Ranks
 from parallel.schedules import schedule_name, stages_per_rank
@@ -82,3 +82,11 @@ def announce_slow_experts(config: Config, machine: Machine, say: Say) -> None:
             f"warning: experts take turns, slowly: precision={config.precision.name}, and grouped products are bf16's "
             "alone; precision=bf16 has them"
         )
+
+
+def announce_products(products: Choice, machine: Machine, before: str | None, say: Say) -> None:
+    """Who makes FP8's products; before: who made them in the checkpoint that the run goes on from, if any did."""
+    words = f"FP8 products: {products.value} ({products.reason})"
+    if before not in (None, products.value):
+        words += f"; warning: {before} made them so far, whose sums are rounded otherwise"
+    say(f"warning: {words}" if machine.device.type == "cuda" and products.value == "emulate" else words)

@@ -28,7 +28,7 @@ from parallel.context import local_share, unmasked_pairs
 from parallel.device import Choice, Machine
 from parallel.fp8.choose import choose_backend, with_backend
 from parallel.fp8.health import gathered
-from parallel.fp8.state import KINDS, slots_of
+from parallel.fp8.state import KINDS, set_first_scales, slots_of
 from parallel.gradients import finish_gradients
 from parallel.mesh import Mesh
 from parallel.pipeline import Pipeline, StageParts, Wire
@@ -129,6 +129,9 @@ class Engine:
         routers = {number: router for built in self.parts for number, router in built.decoder.routers.items()}
         self.balance = Balance(shape, routers, mesh.layout.world, mesh.layout.world // mesh.layout.pp)
         self.fp8_names: list[str] = []
+        for built in self.parts:
+            if built.fp8 is not None and built.fp8.delayed:
+                set_first_scales(built.decoder, config.train.global_batch * config.train.seq_len)
         self.feed = Feed()
         self.pipeline = self._pipeline([number for number, _ in parts]) if parallel.pp > 1 else None
 

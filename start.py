@@ -8,7 +8,7 @@ from pathlib import Path
 from checkpoint import store
 from checkpoint.store import RunState
 from conf.dependence import layout_dependent
-from conf.resolve import changes, run_directory, total_steps
+from conf.resolve import changes, run_directory, run_name, total_steps
 from conf.schema import Config
 from data.indexed import IndexedCorpus
 from errors import ConfigRefused, DataRefused
@@ -45,6 +45,12 @@ def find_saved(config: Config, console: Console) -> Saved | None:
     """
     found = store.find(config.checkpoint.resume, checkpoint_folder(config))
     if found is None:
+        if config.checkpoint.allow:
+            allowed = ",".join(config.checkpoint.allow)
+            console.say(
+                f"warning: checkpoint.allow=[{allowed}] has nothing to allow: {run_name(config)} has no checkpoint; to "
+                "go on from another run's write run.name or checkpoint.resume=runs/NAME"
+            )
         return None
     saved = Saved(found, store.read_state(found))
     _check_resume(config, saved, console)
@@ -88,8 +94,13 @@ def require_targets(corpus: IndexedCorpus, prefix: str | Path, document_mask: bo
 def _check_resume(config: Config, saved: Saved, console: Console) -> None:
     """Print how the configuration differs from the checkpoint's; refuse what would change the training."""
     free, refused = changes(saved.state.config, config)
+    if wide := [each for each in (*free, *refused) if each.key == "precision.name" and "fp64" in (each.old, each.new)]:
+        raise ConfigRefused(
+            f"{saved.path} cannot go on with {wide[0]}: its tensors are fp64 or are to be, and a checkpoint's dtypes "
+            f"are never changed in silence; write precision={wide[0].old}, or choose another run.name for a new run"
+        )
     if refused:
-        names = ",".join(change.key for change in refused)
+        names = ",".join(dict.fromkeys((*config.checkpoint.allow, *(change.key for change in refused))))
         raise ConfigRefused(
             f"{saved.path} was written with another training configuration:\n"
             + "".join(f"  {change}\n" for change in refused)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from announce import announce_schedule, announce_slow_experts, announce_start
+from announce import announce_products, announce_schedule, announce_slow_experts, announce_start
 from checkpoint import store
 from checkpoint.store import RunState
 from conf.resolve import differing, run_directory, run_name, to_dict, to_yaml, total_steps
@@ -146,11 +146,8 @@ class Trainer:
         if (products := self.engine.products) is not None:
             everyone.require_same("who makes FP8 products", products.value)
             self.choices["fp8"] = products.value
-            before = saved.state.choices.get("fp8", products.value) if saved else products.value
-            changed = f"; warning: {before} made them so far, whose sums are rounded otherwise"
-            console.say(
-                f"FP8 products: {products.value} ({products.reason})" + (changed if before != products.value else "")
-            )
+            before = saved.state.choices.get("fp8") if saved else None
+            announce_products(products, self.machine, before, console.say)
         announce_slow_experts(config, self.machine, console.say)
         self.loader, self.validation = self.open_data(mesh.dp_rank)
         held_out = sum(batch.valid_tokens for group in self.validation for batch in group)
@@ -386,8 +383,8 @@ class Trainer:
             report.event("skip", step, text)
             return False
         scale, after = (each.item() for each in outcome.loss_scale)
-        change = f"lowered from {scale:g} to" if after < scale else "stays at its least,"
-        report.event("skip", step, f"{text}; the loss scale is {change} {after:g}", loss_scale=after)
+        change = f"is lowered from {scale:.12g} to" if after < scale else "stays at its least,"
+        report.event("skip", step, f"{text}; the loss scale {change} {after:.12g}", loss_scale=after)
         return after < scale
 
     def evaluate(self, report: Reporter) -> None:
@@ -438,8 +435,24 @@ class Trainer:
         )
 
     def finish(self, report: Reporter) -> int:
-        """Say how good the model is and let it speak; exit code 0."""
-        whole, say = total_steps(self.config), self.console.say
+        """Say how good the model is and let it speak; exit code 0.
+
+        Raises:
+            Diverged: no step of the run changed anything, or the model gives no finite loss any more.
+        """
+        whole, say, progress = total_steps(self.config), self.console.say, self.progress
+        if state == "done" and self.engine.updater.updates == 0:
+            raise Diverged(
+                f"none of the run's {whole} steps changed anything: their gradients are not finite; lower optim.lr, or in "
+                "fp16 precision.fp16.initial, or look at what these steps read"
+            )
+        if self.validation and not math.isfinite(self.val_loss):
+            raise Diverged(
+                f"after the last step the validation loss is {self.val_loss}: the model is past use; lower optim.lr, "
+                "and go on from a checkpoint before its losses rose (checkpoint.resume=PATH)"
+            )
+        if progress.hopeless_in_a_row:
+            say(f"warning: the last {progress.skipped_in_a_row} steps changed nothing: their gradients are not finite")
         state = "done" if self.progress.step >= whole else "paused"
         if self.validation:
             say(

@@ -50,6 +50,12 @@ def _wanted(field: str, name: str) -> str | None:
     return None
 
 
+def _no_experts(config: Config) -> Iterator[Problem]:
+    if config.precision.in_fp8 and not config.precision.fp8.experts and config.model.moe is None:
+        rule = "is not read: the model has no experts (model.moe is null)"
+        yield Problem("precision.fp8.experts", "false", rule, "leave it out", ("model.moe",))
+
+
 def _scale(config: Config) -> Iterator[Problem]:
     scale = config.precision.fp16
     for name in ("initial", "least"):
@@ -75,6 +81,10 @@ def _something(config: Config) -> Iterator[Problem]:
         rule = f"with precision.fp8.last_bf16={last} it leaves none of the model.layers={layers} blocks in FP8"
         also = ("precision.fp8.last_bf16", "model.layers", "precision.name")
         fix = "write precision.fp8.first_bf16=0 precision.fp8.last_bf16=0, or precision=bf16"
+        if not first:
+            rule = f"leaves none of the model.layers={layers} blocks in FP8"
+            yield Problem("precision.fp8.last_bf16", str(last), rule, fix, (*also[1:], "precision.fp8.first_bf16"))
+            return
         yield Problem("precision.fp8.first_bf16", str(first), rule, fix, also)
         return
     moe, sparse = config.model.moe, _sparse(config)
@@ -144,7 +154,7 @@ def te_obstacle(config: Config) -> str | None:
 
 def _compiled(config: Config) -> Iterator[Problem]:
     if config.precision.in_fp8 and config.train.compile:
-        rule = f"compiled blocks cannot remember scales, which precision={config.precision.name} does"
+        rule = f"FP8's products are not made for compiled blocks, and precision={config.precision.name} has them"
         yield Problem(
             "train.compile", "true", rule, "write train.compile=false, or precision=bf16", ("precision.name",)
         )
@@ -157,6 +167,6 @@ def _te(config: Config) -> Iterator[Problem]:
 
 
 PRECISION_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    _products, _idle, _scale, _something, _compiled, _te,
+    _products, _idle, _no_experts, _scale, _something, _compiled, _te,
 )  # fmt: skip
 """In the order of the schema."""

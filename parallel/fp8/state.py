@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import log2
 from typing import Literal, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ Room = Literal["attention", "mlp", "experts"]
 KINDS: tuple[Kind, ...] = ("x", "w", "g")
 """Input, weight, and gradient of the output: columns of the tables."""
 _FORWARD, _BACKWARD = slice(0, 2), slice(2, 3)
+_FIRST_OF_WEIGHTS = 256.0  # E4M3 then has 6e-5 to 1.75 with all its bits
 
 
 class Operand(NamedTuple):
@@ -254,6 +256,19 @@ class Slot:
         table, rows = self.fp8.tables[self.expert], slice(self.row, self.row + self.count)
         tensors = {"history": table.history[rows], "scale": table.scale[rows]}
         return tensors if self.expert else {name: tensor[0] for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def set_first_scales(part: nn.Module, tokens: int) -> None:
+    """Delayed scales before anything was seen, for a loss that is a mean over so many tokens.
+
+    With 1 for all, as Transformer Engine has it, E5M2 makes zeros of gradients of a mean, which are of size 1 / tokens,
+    and the scales of what lies below would not be found before those above.
+    """
+    for _, slot in slots_of(part):
+        scale = slot.state()["scale"]
+        scale[..., KINDS.index("w")] = _FIRST_OF_WEIGHTS
+        scale[..., KINDS.index("g")] = 2.0 ** round(log2(tokens))
 
 
 def slots_of(part: nn.Module) -> Iterator[tuple[str, Slot]]:
