@@ -441,10 +441,11 @@ class Trainer:
             Diverged: no step of the run changed anything, or the model gives no finite loss any more.
         """
         whole, say, progress = total_steps(self.config), self.console.say, self.progress
+        state = "done" if progress.step >= whole else "paused"
         if state == "done" and self.engine.updater.updates == 0:
             raise Diverged(
-                f"none of the run's {whole} steps changed anything: their gradients are not finite; lower optim.lr, or in "
-                "fp16 precision.fp16.initial, or look at what these steps read"
+                f"none of the run's {whole} steps changed anything: their gradients are not finite; lower optim.lr, "
+                "or in fp16 precision.fp16.initial, or look at what these steps read"
             )
         if self.validation and not math.isfinite(self.val_loss):
             raise Diverged(
@@ -453,7 +454,6 @@ class Trainer:
             )
         if progress.hopeless_in_a_row:
             say(f"warning: the last {progress.skipped_in_a_row} steps changed nothing: their gradients are not finite")
-        state = "done" if self.progress.step >= whole else "paused"
         if self.validation:
             say(
                 f"validation loss {self.val_loss:.3f} nats/token; guessing by frequency alone (unigram entropy) "
