@@ -204,6 +204,38 @@ def test_a_resume_prints_free_changes_and_refuses_those_of_the_training(tiny, ca
     assert train.main([*tiny, "optim.lr=5e-4", "checkpoint.allow=[optim.lr]"]) == 0
 
 
+def test_what_is_accepted_already_is_in_the_fix_of_the_next_refusal(tiny, capsys):
+    assert train.main([*tiny, "train.stop_at=2"]) == 0
+    assert train.main([*tiny, "optim.lr=1e-4", "optim.clip=2", "checkpoint.allow=[optim.lr]"]) == 2
+    assert "checkpoint.allow=[optim.lr,optim.clip]" in capsys.readouterr().err
+
+
+def test_something_to_allow_without_a_checkpoint_is_told(tiny, capsys):
+    assert train.main([*tiny, "train.stop_at=1", "checkpoint.allow=[optim.lr]"]) == 0
+    assert "checkpoint.allow=[optim.lr] has nothing to allow: tiny has no checkpoint" in capsys.readouterr().out
+
+
+def test_fp64_and_other_precisions_never_go_on_from_each_other(tiny, capsys):
+    tiny = [o for o in tiny if not o.startswith("precision.matmul")]
+    assert train.main([*tiny, "train.stop_at=1"]) == 0
+    for allowed in ([], ["checkpoint.allow=[precision.name]"]):
+        assert train.main([*tiny, "precision=fp64", *allowed]) == 2
+        said = capsys.readouterr().err
+        assert "precision.name: fp32 -> fp64" in said and "write precision=fp32" in said and "allow" not in said
+
+
+def test_a_run_that_ends_without_a_finite_loss_has_diverged(tiny, capsys):
+    assert train.main([*tiny, "optim.lr=1e20", "train.steps=8", "train.max_skips=1000"]) == 4
+    assert "the validation loss is nan: the model is past use" in capsys.readouterr().err
+    assert json.loads((run_of(tiny) / "status.json").read_text())["code"] == 4
+
+
+def test_a_run_of_which_no_step_changed_anything_has_diverged(tiny, capsys):
+    tiny = [*(o for o in tiny if not o.startswith("precision.matmul")), "precision=fp16", "train.steps=5"]
+    assert train.main([*tiny, "precision.fp16.initial=1099511627776"]) == 4
+    assert "none of the run's 5 steps changed anything" in capsys.readouterr().err
+
+
 def test_a_layout_that_changes_the_training_says_so_on_a_resume(tiny, capsys):
     moe = "model.moe={experts: 4, top_k: 2, ffn: 16, balance: batch}"
     assert train.main([*tiny, moe, "train.stop_at=3"]) == 0
