@@ -20,8 +20,8 @@ from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
 from data.indexed import IndexedCorpus
 from data.loader import TrainLoader, validation_batches
-from data.order import SampleOrder
 from data.prepare import ReadyData, ready
+from data.samples import Source, samples_of
 from data.tokenizer import Tokenizer
 from engine import Agreed, Engine, StepSums
 from errors import DataRefused, Diverged, StopRequested
@@ -185,16 +185,16 @@ class Trainer:
         config, source, train = self.config, self.data.source, self.config.train
         corpus = IndexedCorpus(source.train)
         require_targets(corpus, source.train, config.data.document_mask)
-        order = SampleOrder(corpus.tokens, train.seq_len, config.run.seed, source.name)
+        read = Source.of(source.name, corpus, train.seq_len, config.run.seed)
         count, unused = count_parameters(self.shape), inactive_parameters(self.shape)
         used = f", of which a token uses {count - unused:,}" if unused else ""
         self.console.say(f"model: {config.model.name}, {count:,} parameters{used}")
         self.console.say(
-            f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {order.report}"
+            f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {read.order.report}"
         )
         vocab_size = self.shape.vocab_size or 0
         loader = TrainLoader(
-            corpus, order, global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
+            samples_of(read), global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
             document_mask=config.data.document_mask, vocab_size=vocab_size, prefetch=config.data.prefetch,
             rank=dp_rank, ranks=self.layout.dp, pin=self.machine.device.type == "cuda",
         )  # fmt: skip

@@ -77,12 +77,14 @@ def step_batch(micro_batches: Sequence[MicroBatch], samples: range) -> StepBatch
     )
 
 
+Place = tuple[IndexedCorpus, int]
+"""Where a sample is: its corpus, and the position of its first token in the corpus's stream."""
+
+
 @dataclass(frozen=True)
 class Packer:
-    """Cuts samples out of a corpus and packs them."""
+    """Cuts samples out of corpora and packs them."""
 
-    corpus: IndexedCorpus
-    """Where the tokens are read."""
     seq_len: int
     """Length of a sample, in tokens."""
     document_mask: bool
@@ -90,16 +92,16 @@ class Packer:
     vocab_size: int
     """Ids must be below it."""
 
-    def pack(self, starts: Sequence[int], samples: range) -> MicroBatch:
-        """One micro-batch of the samples that start at stream positions `starts`.
+    def pack(self, places: Sequence[Place], samples: range) -> MicroBatch:
+        """One micro-batch of the samples at `places`.
 
-        `samples` are their numbers; where they are fewer than `starts`, the rest fills up and gets no
+        `samples` are their numbers; where they are fewer than `places`, the rest fills up and gets no
         targets. Raises DataRefused for an id outside the vocabulary, with its position.
         """
-        total = len(starts) * self.seq_len
-        tokens, labels = self._read(starts)  # both [rows, seq_len]
+        total = len(places) * self.seq_len
+        tokens, labels = self._read(places)  # both [rows, seq_len]
         rows = np.arange(0, total + 1, self.seq_len)
-        cuts = self._cuts(starts)
+        cuts = self._cuts(places)
         # A cut marks the first position of a document, so the label before it belongs to another one.
         labels.reshape(-1)[cuts - 1] = IGNORE
         labels[len(samples) :] = IGNORE
@@ -114,22 +116,22 @@ class Packer:
             samples=samples,
         )
 
-    def _read(self, starts: Sequence[int]) -> tuple[Array, Array]:
-        tokens = np.empty((len(starts), self.seq_len), np.int64)
-        labels = np.empty((len(starts), self.seq_len), np.int64)
-        for row, start in enumerate(starts):
-            window = self.corpus.read(start, start + self.seq_len + 1)
+    def _read(self, places: Sequence[Place]) -> tuple[Array, Array]:
+        tokens = np.empty((len(places), self.seq_len), np.int64)
+        labels = np.empty((len(places), self.seq_len), np.int64)
+        for row, (corpus, start) in enumerate(places):
+            window = corpus.read(start, start + self.seq_len + 1)
             tokens[row] = window[:-1]
             labels[row] = window[1:]
         # As unsigned numbers negative ids are large: one pass finds both kinds.
         largest = max(tokens.view(np.uint64).max(), labels[:, -1].astype(np.uint64).max())
         if largest >= self.vocab_size:
-            for start in starts:
-                window = self.corpus.read(start, start + self.seq_len + 1)
-                self.corpus.check_range(start, window, self.vocab_size)
+            for corpus, start in places:
+                window = corpus.read(start, start + self.seq_len + 1)
+                corpus.check_range(start, window, self.vocab_size)
         return tokens, labels
 
-    def _cuts(self, starts: Sequence[int]) -> Array:
+    def _cuts(self, places: Sequence[Place]) -> Array:
         """Document starts as positions in the micro-batch, [cuts] int64.
 
         One right behind a sample counts as well (it falls on the next row's start): it takes the last label.
@@ -138,7 +140,7 @@ class Packer:
             return np.empty(0, np.int64)
         return np.concatenate(
             [
-                self.corpus.borders(start, start + self.seq_len + 1) + (row * self.seq_len - start)
-                for row, start in enumerate(starts)
+                corpus.borders(start, start + self.seq_len + 1) + (row * self.seq_len - start)
+                for row, (corpus, start) in enumerate(places)
             ]
         )

@@ -11,6 +11,7 @@ from data.batch import IGNORE, MicroBatch, Packer, StepBatch, step_batch
 from data.indexed import IndexedCorpus
 from data.order import SampleOrder
 from data.prefetch import Prefetcher
+from data.samples import Samples
 from errors import DataRefused
 
 __all__ = ["IGNORE", "MicroBatch", "StepBatch", "TrainLoader", "validation_batches"]
@@ -28,8 +29,7 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
 
     def __init__(
         self,
-        corpus: IndexedCorpus,
-        order: SampleOrder,
+        source: Samples,
         *,
         global_batch: int,
         micro_batch: int,
@@ -42,15 +42,12 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         pin: bool = False,
     ) -> None:
         _check_sizes(global_batch, micro_batch, ranks, prefetch)
-        if (order.tokens, order.seq_len) != (corpus.tokens, seq_len):
-            raise ValueError(
-                f"the order is of {order.tokens} tokens in samples of {order.seq_len}, but the "
-                f"corpus has {corpus.tokens} and samples are of {seq_len}"
-            )
-        self._order = order
+        if wrong := [each.name for each in source.sources if each.order.seq_len != seq_len]:
+            raise ValueError(f"the samples of {', '.join(wrong)} are not of {seq_len} tokens")
+        self._source = source
         self._global_batch, self._micro_batch, self._prefetch = global_batch, micro_batch, prefetch
         self._rank, self._ranks, self._pin = rank, ranks, pin
-        self._packer = Packer(corpus, seq_len, document_mask, vocab_size)
+        self._packer = Packer(seq_len, document_mask, vocab_size)
         self._ahead: Prefetcher[StepBatch] | None = None
         self._wait_seconds = 0.0
 
@@ -106,7 +103,7 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         size = self._micro_batch
         own = range(self._rank * size, len(samples), self._ranks * size)
         parts = [samples[at : at + size] for at in own]
-        micro_batches = [self._packer.pack([self._order.start(n) for n in part], part) for part in parts]
+        micro_batches = [self._packer.pack([self._source.place(n) for n in part], part) for part in parts]
         return step_batch([each.pinned() for each in micro_batches] if self._pin else micro_batches, samples)
 
 
@@ -122,17 +119,19 @@ def validation_batches(
     sample, or an id outside the vocabulary.
     """
     order = SampleOrder(corpus.tokens, seq_len, seed=0, source=str(corpus.prefix), shuffle=False)
-    packer = Packer(corpus, seq_len, document_mask, vocab_size)
+    packer = Packer(seq_len, document_mask, vocab_size)
     count = min(samples, order.samples_per_epoch)
     for begin in range(0, count, group * ranks * micro_batch):
         firsts = (begin + (number * ranks + rank) * micro_batch for number in range(group))
-        yield tuple(_held_out(packer, order, first, micro_batch, count) for first in firsts)
+        yield tuple(_held_out(packer, corpus, order, first, micro_batch, count) for first in firsts)
 
 
-def _held_out(packer: Packer, order: SampleOrder, first: int, rows: int, count: int) -> MicroBatch:
+def _held_out(
+    packer: Packer, corpus: IndexedCorpus, order: SampleOrder, first: int, rows: int, count: int
+) -> MicroBatch:  # fmt: skip
     """Samples [first, first + rows) of a corpus of which `count` are read."""
     part = range(min(first, count), min(first + rows, count))
-    return packer.pack([order.start(min(first + row, count - 1)) for row in range(rows)], part)
+    return packer.pack([(corpus, order.start(min(first + row, count - 1))) for row in range(rows)], part)
 
 
 def _check_sizes(global_batch: int, micro_batch: int, ranks: int, prefetch: int) -> None:

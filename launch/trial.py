@@ -16,7 +16,7 @@ from conf.schema import Config
 from data.batch import MicroBatch
 from data.indexed import IndexedCorpus
 from data.loader import TrainLoader, validation_batches
-from data.order import SampleOrder
+from data.samples import Source, samples_of
 from data.writer import CorpusWriter
 from engine import Engine
 from errors import Refused
@@ -149,10 +149,10 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
 
 def trial_loader(config: Config, corpus: Path, rank: int, ranks: int) -> TrainLoader:
     """The run's own loader over the trial's corpus."""
-    train, opened = config.train, IndexedCorpus(corpus)
-    order = SampleOrder(opened.tokens, train.seq_len, config.run.seed, "trial")
+    train = config.train
+    samples = samples_of(Source.of("trial", IndexedCorpus(corpus), train.seq_len, config.run.seed))
     return TrainLoader(
-        opened, order, global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
+        samples, global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
         document_mask=config.data.document_mask, vocab_size=config.model.vocab_size or 0, prefetch=0,
         rank=rank, ranks=ranks,
     )  # fmt: skip

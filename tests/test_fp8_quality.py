@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, variance
 from typing import Any
 from unittest.mock import patch
 
@@ -35,10 +35,13 @@ def final_losses(folder: Path, precision: str, settings: list[str], seeds: tuple
 
 
 def distance(fp8: list[float], bf16: list[float]) -> tuple[float, float]:
-    """Relative difference of the means, and two standard errors of the differences seed by seed (0 of one seed)."""
-    differences = [(a - b) / fmean(bf16) for a, b in zip(fp8, bf16, strict=True)]
-    error = 2 * stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-    return fmean(differences), error
+    """Relative difference of the means, and two standard errors of it (0 of one seed).
+
+    Not seed by seed: rounding parts two runs of one seed within steps, so that they are no pair.
+    """
+    mean = fmean(bf16)
+    spread = sum(variance(each) / len(each) for each in (fp8, bf16)) ** 0.5 if len(fp8) > 1 else 0.0
+    return (fmean(fp8) - mean) / mean, 2 * spread / mean
 
 
 @pytest.mark.soak

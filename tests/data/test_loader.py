@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from data.indexed import IndexedCorpus
 from data.loader import IGNORE, MicroBatch, StepBatch, TrainLoader, validation_batches
 from data.order import SampleOrder
+from data.samples import Phase, Samples, Source, samples_of
 from errors import DataRefused
 
 MakeCorpus = Callable[[Sequence[Sequence[int]]], IndexedCorpus]
@@ -27,9 +28,9 @@ documents_of_ids = st.lists(ids, min_size=2, max_size=20)
 
 
 def loader(corpus: IndexedCorpus, seq_len: int = 8, seed: int = 0, **options: Any) -> TrainLoader:
-    order = SampleOrder(corpus.tokens, seq_len, seed, "web")
+    samples = samples_of(Source.of("web", corpus, seq_len, seed))
     usual = {"global_batch": 4, "micro_batch": 2, "document_mask": True, "vocab_size": VOCAB, "prefetch": 2}
-    return TrainLoader(corpus, order, seq_len=seq_len, **{**usual, **options})
+    return TrainLoader(samples, seq_len=seq_len, **{**usual, **options})
 
 
 def plain(documents: Sequence[Sequence[int]], starts: Sequence[int], seq_len: int, mask: bool) -> dict[str, list[int]]:
@@ -240,18 +241,37 @@ def test_sizes_that_do_not_fit_are_refused(make_corpus: MakeCorpus, options: dic
         loader(make_corpus(DOCUMENTS), **options)
 
 
-def test_an_order_of_another_length_is_refused(make_corpus: MakeCorpus) -> None:
-    order = SampleOrder(1000, 8, 0, "web")
-    with pytest.raises(ValueError, match="order is of 1000 tokens"):
-        TrainLoader(
-            make_corpus(DOCUMENTS),
-            order,
-            global_batch=4,
-            micro_batch=2,
-            seq_len=8,
-            document_mask=True,
-            vocab_size=VOCAB,
-        )
+def test_samples_of_another_length_are_refused(make_corpus: MakeCorpus) -> None:
+    samples = samples_of(Source.of("web", make_corpus(DOCUMENTS), 16, 0))
+    with pytest.raises(ValueError, match="the samples of web are not of 8 tokens"):
+        TrainLoader(samples, global_batch=4, micro_batch=2, seq_len=8, document_mask=True, vocab_size=VOCAB)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.integers(1, 5), min_size=2),
+    st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1)]),
+    st.integers(0, 6),
+)
+def test_a_mixtures_steps_hold_the_same_samples_on_any_number_of_ranks(
+    make_corpus: MakeCorpus, counts: dict[str, int], cut: tuple[int, int], done: int
+) -> None:
+    ranks, micro_batch = cut
+    corpora = {name: make_corpus([[at * 3 + ord(name) for at in range(200)]] * 2) for name in counts}
+    samples = Samples([Source.of(name, each, 8, 1) for name, each in corpora.items()], [Phase(0, counts)])
+    usual: dict[str, Any] = {"global_batch": 4, "seq_len": 8, "document_mask": True, "vocab_size": VOCAB}
+    parts = []
+    for rank in range(ranks):
+        with TrainLoader(samples, micro_batch=micro_batch, rank=rank, ranks=ranks, **usual) as source:
+            parts.append(list(source.steps(4 * done, 32)))
+    for number, steps in enumerate(zip(*parts, strict=True)):
+        batches = [batch for step in steps for batch in step.micro_batches]
+        rows = {tuple(row) for batch in batches for row in batch.tokens.view(-1, 8).tolist()}
+        wanted = set()
+        for sample in range(4 * (done + number), 4 * (done + number + 1)):
+            corpus, start = samples.place(sample)
+            wanted.add(tuple(corpus.read(start, start + 8).tolist()))
+        assert rows == wanted
 
 
 def test_a_broken_step_is_refused(make_corpus: MakeCorpus) -> None:

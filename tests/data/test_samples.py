@@ -1,0 +1,93 @@
+"""Every source is read in its own order, one sample after the other, whatever the mixtures and when they change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.order import SampleOrder
+from data.samples import Phase, Samples, Source, going_on
+
+NAMES = ("a", "b", "c")
+LENGTHS = {"a": 100, "b": 170, "c": 410}
+mixtures = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), min_size=1)
+plans = st.lists(st.tuples(st.integers(1, 60), mixtures), min_size=1, max_size=4)
+
+
+def sources() -> list[Source]:
+    return [Source(name, named(name), SampleOrder(length, 8, 5, name)) for name, length in LENGTHS.items()]
+
+
+def named(name: str) -> Any:
+    corpus = Mock()
+    corpus.configure_mock(label=name)
+    return corpus
+
+
+def phases_of(plan: Sequence[tuple[int, dict[str, int]]]) -> list[Phase]:
+    first, phases = 0, []
+    for length, counts in plan:
+        phases.append(Phase(first, counts))
+        first += length
+    return phases
+
+
+def read(samples: Samples, begin: int, end: int) -> list[tuple[str, int]]:
+    places = (samples.place(sample) for sample in range(begin, end))
+    return [(corpus.label, start) for corpus, start in places]  # type: ignore[attr-defined]
+
+
+@settings(max_examples=80, deadline=None)
+@given(plans)
+def test_each_source_goes_on_where_it_stood_through_all_phases(plan: list[tuple[int, dict[str, int]]]) -> None:
+    samples, orders = Samples(sources(), phases_of(plan)), {source.name: source.order for source in sources()}
+    seen = dict.fromkeys(NAMES, 0)
+    end = sum(length for length, _ in plan)
+    for number, (name, start) in enumerate(read(samples, 0, end)):
+        assert {each: samples.cursors(number).get(each, 0) for each in NAMES} == seen
+        assert start == orders[name].start(seen[name])
+        seen[name] += 1
+    for name, epochs in samples.epochs(end).items():
+        assert epochs == seen[name] / orders[name].samples_per_epoch
+
+
+@settings(max_examples=80, deadline=None)
+@given(plans, mixtures, st.integers(0, 250))
+def test_a_changed_mixture_begins_a_phase_and_loses_no_place(
+    plan: list[tuple[int, dict[str, int]]], other: dict[str, int], at: int
+) -> None:
+    history = phases_of(plan)
+    before, after = Samples(sources(), history), Samples(sources(), going_on(history, [Phase(0, other)], at))
+    assert read(before, 0, at) == read(after, 0, at)
+    stood, stands = before.cursors(at), after.cursors(at)
+    assert all(stood.get(name, 0) == stands.get(name, 0) for name in NAMES)
+    assert {name for name, _ in read(after, at, at + sum(other.values()))} == set(other)
+
+
+@settings(max_examples=80, deadline=None)
+@given(plans, st.integers(0, 250))
+def test_the_same_plan_goes_on_as_if_nothing_had_been(plan: list[tuple[int, dict[str, int]]], at: int) -> None:
+    planned = phases_of(plan)
+    history = [phase for phase in planned if phase.first <= at]
+    again = Samples(sources(), going_on(history, planned, at))
+    assert read(again, 0, 250) == read(Samples(sources(), planned), 0, 250)
+
+
+def test_a_change_and_back_keeps_both_in_the_history() -> None:
+    one, other = {"a": 1}, {"b": 1}
+    first = going_on([], [Phase(0, one)], 0)
+    second = going_on(first, [Phase(0, other)], 7)
+    third = going_on(second, [Phase(0, one)], 9)
+    assert [(phase.first, phase.counts) for phase in third] == [(0, one), (7, other), (9, one)]
+    assert [name for name, _ in read(Samples(sources(), third), 5, 11)] == ["a", "a", "b", "b", "a", "a"]
+
+
+@pytest.mark.parametrize("firsts", [[], [1], [0, 5, 5], [0, 9, 3]])
+def test_phases_that_do_not_ascend_are_refused(firsts: list[int]) -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        Samples(sources(), [Phase(first, {"a": 1}) for first in firsts])
