@@ -38,13 +38,14 @@ def test_a_run_records_how_fp8_fares_and_goes_on_bit_for_bit(tiny, recipe):
     assert json.loads((run_of(tiny) / "status.json").read_text())["state"] == "done"
 
 
-def test_the_first_micro_batch_of_delayed_scaling_loses_nothing(tiny):
-    """With scales of 1 nearly all gradients would vanish in it."""
+def test_the_first_micro_batch_of_delayed_scaling_loses_no_gradients(tiny):
+    """With scales of 1 a third of them would vanish here, nearly all in a run of usual size."""
     tiny = [o for o in tiny if not o.startswith("precision.matmul")]
     usual = ["precision=fp8_delayed", "precision.fp8.health_every=1", "metrics.every=1", "train.stop_at=2"]
     assert train.main([*tiny, *usual]) == 0
     first = next(r for r in records(run_of(tiny)) if "fp8" in r)["fp8"]
-    assert first["underflow"] < 0.05 and first["saturated"] == 0.0 and first["error"] < 0.08
+    assert first["error"] < 0.08 and first["saturated"] < 1e-3
+    assert all(each["g"]["underflow"] < 0.05 for each in first["linears"].values())
 
 
 HISTORY = ["precision=fp8_delayed", "precision.fp8.history=8"]
