@@ -78,14 +78,12 @@ def _something(config: Config) -> Iterator[Problem]:
         return
     first, last = fp8.first_bf16, fp8.last_bf16
     if first + last >= layers:
-        rule = f"with precision.fp8.last_bf16={last} it leaves none of the model.layers={layers} blocks in FP8"
-        also = ("precision.fp8.last_bf16", "model.layers", "precision.name")
-        fix = "write precision.fp8.first_bf16=0 precision.fp8.last_bf16=0, or precision=bf16"
-        if not first:
-            rule = f"leaves none of the model.layers={layers} blocks in FP8"
-            yield Problem("precision.fp8.last_bf16", str(last), rule, fix, (*also[1:], "precision.fp8.first_bf16"))
-            return
-        yield Problem("precision.fp8.first_bf16", str(first), rule, fix, also)
+        (key, value), (other, rest) = sorted(
+            (("precision.fp8.first_bf16", first), ("precision.fp8.last_bf16", last)), key=lambda each: each[1] == 0
+        )
+        rule = f"with {other}={rest} it leaves none of the model.layers={layers} blocks in FP8"
+        fix = f"write {key}=0 {other}=0, or precision=bf16"
+        yield Problem(key, str(value), rule, fix, (other, "model.layers", "precision.name"))
         return
     moe, sparse = config.model.moe, _sparse(config)
     shared = moe is not None and moe.shared_ffn > 0

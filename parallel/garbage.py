@@ -21,6 +21,7 @@ def collecting(every: int) -> Iterator[Callable[[int], None]]:
     first = True
 
     def after(step: int) -> None:
+        """Collect, if it is time."""
         nonlocal first
         if first or step % every == 0:
             gc.collect()
