@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from checkpoint.pieces import Piece, whole
 from conf.precision_rules import te_obstacle
+from conf.resolve import ramp_of
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
 from metrics.clock import StepClock
@@ -69,6 +70,8 @@ class Feed:
     """Of the current step."""
     scale: float = 1.0
     """1 / valid tokens of the step."""
+    share: float = 1.0
+    """1 / all tokens of the step."""
     sums: list[LossSums] = field(default_factory=list)
     """Of each micro-batch, from the last stage."""
 
@@ -131,7 +134,7 @@ class Engine:
         self.fp8_names: list[str] = []
         for built in self.parts:
             if built.fp8 is not None and built.fp8.delayed:
-                set_first_scales(built.decoder, config.train.global_batch * config.train.seq_len)
+                set_first_scales(built.decoder, ramp_of(config).sizes[0] * config.train.seq_len)
         self.feed = Feed()
         self.pipeline = self._pipeline([number for number, _ in parts]) if parallel.pp > 1 else None
 
@@ -146,13 +149,13 @@ class Engine:
             for number, each in zip(numbers, self.parts, strict=True)
         ]
         return Pipeline(
-            schedule_name(parallel), stages, parallel.pp * stages_per_rank(parallel), self.micro_batches, wire,
+            schedule_name(parallel), stages, parallel.pp * stages_per_rank(parallel), wire,
             self.mesh.axis("pp").group, self.clock.part,
         )  # fmt: skip
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that this rank works on in a step."""
+        """Micro-batches that this rank works on in a step of the whole batch."""
         return self.config.train.global_batch // (self.config.train.micro_batch * self.mesh.layout.dp)
 
     @property
@@ -173,7 +176,7 @@ class Engine:
             result: LossSums | Tensor = decoder(
                 tokens if x is None else x, labels, positions, borders, train.seq_len,
                 documents=self.config.data.document_mask, scale=self.feed.scale,
-                share=1.0 / (train.global_batch * train.seq_len),
+                share=self.feed.share,
                 loss_scale=self.loss_scale.scale if self.loss_scale else None,
             )  # fmt: skip
         return result
@@ -224,11 +227,12 @@ class Engine:
             valid_tokens: of the whole step, on all ranks.
             inspect: called with the finished gradients.
         """
-        self._begin(micro_batches, 1.0 / max(1, valid_tokens))
+        rows = sum(batch.tokens.numel() for batch in micro_batches) * self.mesh.layout.dp
+        self._begin(micro_batches, 1.0 / max(1, valid_tokens), 1.0 / rows)
         self.balance.clear()
         if self.pipeline is not None:
             with self.clock.rest("pipeline_idle"):
-                self.pipeline.train()
+                self.pipeline.train(len(micro_batches))
         else:
             for number, batch in enumerate(micro_batches):
                 self._one(batch, first=number == 0, last=number == len(micro_batches) - 1)
@@ -245,8 +249,8 @@ class Engine:
                 built.fp8.health.watching = False
         return self._sums(), outcome
 
-    def _begin(self, micro_batches: Sequence[MicroBatch], scale: float) -> None:
-        self.feed.micro_batches, self.feed.scale, self.feed.sums = micro_batches, scale, []
+    def _begin(self, micro_batches: Sequence[MicroBatch], scale: float, share: float = 1.0) -> None:
+        self.feed.micro_batches, self.feed.scale, self.feed.share, self.feed.sums = micro_batches, scale, share, []
 
     def _loss(self, batch: MicroBatch, first: bool = False) -> LossSums:
         """The whole model, which is one part here, on one micro-batch."""
@@ -291,7 +295,7 @@ class Engine:
         for group in batches:
             self._begin(group, 1.0)
             if self.pipeline is not None:
-                self.pipeline.evaluate()
+                self.pipeline.evaluate(len(group))
             else:
                 for batch in group:
                     self._loss(batch)

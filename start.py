@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import store
 from checkpoint.store import RunState
 from conf.dependence import layout_dependent
-from conf.resolve import changes, run_directory, run_name, total_steps
+from conf.resolve import Change, changes, run_directory, run_name, total_steps
 from conf.schema import Config
-from data.indexed import IndexedCorpus
-from errors import ConfigRefused, DataRefused
+from errors import ConfigRefused
 from metrics.sinks import Console
 
 
@@ -77,20 +77,6 @@ def newest_words(config: Config) -> str:
     return f"The newest checkpoint is {found[-1]}" if found else "There is no checkpoint"
 
 
-def require_targets(corpus: IndexedCorpus, prefix: str | Path, document_mask: bool) -> None:
-    """Refuse a corpus of which no token can be predicted from another.
-
-    Raises:
-        DataRefused: documents are masked from each other, and each is a single token.
-    """
-    if document_mask and corpus.tokens <= corpus.documents:
-        raise DataRefused(
-            f"{prefix} has nothing to learn: its {corpus.documents:,} documents hold {corpus.tokens:,} tokens, and "
-            "under data.document_mask=true a document's first token has no context; prepare longer documents, or "
-            "write data.document_mask=false"
-        )
-
-
 def _check_resume(config: Config, saved: Saved, console: Console) -> None:
     """Print how the configuration differs from the checkpoint's; refuse what would change the training."""
     free, refused = changes(saved.state.config, config)
@@ -106,9 +92,19 @@ def _check_resume(config: Config, saved: Saved, console: Console) -> None:
             + "".join(f"  {change}\n" for change in refused)
             + f"set these back, choose another run.name for a new run, or accept them: checkpoint.allow=[{names}]"
         )
+    _check_length(config, free)
     console.say(f"resuming from {saved.path} at step {saved.state.step}")
     for change in free:
         console.say(f"  changed since then: {change}")
     for sentence in layout_dependent(config):
         if any(change.key.startswith("parallel.") or change.key == "train.micro_batch" for change in free):
             console.say(f"warning: this changes the training, since {sentence}")
+
+
+def _check_length(config: Config, changed: Sequence[Change]) -> None:
+    """Refuse a new length of samples where the run's length in steps would follow from it."""
+    if config.train.tokens is not None and any(each.key == "train.seq_len" for each in changed):
+        raise ConfigRefused(
+            f"train.tokens={config.train.tokens} counts steps of one train.seq_len, and the run goes on with another, "
+            f"{config.train.seq_len}: say where it ends in steps, train.steps=N"
+        )

@@ -8,23 +8,21 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from announce import announce_products, announce_schedule, announce_slow_experts, announce_start
 from checkpoint import store
 from checkpoint.store import RunState
-from conf.resolve import differing, run_directory, run_name, to_dict, to_yaml, total_steps
+from conf.resolve import differing, ramp_of, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
-from data.batch import MicroBatch, StepBatch
-from data.indexed import IndexedCorpus
-from data.loader import TrainLoader, validation_batches
-from data.prepare import ReadyData, ready
-from data.samples import Source, samples_of
-from data.tokenizer import Tokenizer
+from data.batch import StepBatch
+from data.ramp import PlannedStep
+from data.ready import ReadyData, ready
+from data.tokenizer import load_tokenizer
 from engine import Agreed, Engine, StepSums
-from errors import DataRefused, Diverged, StopRequested
+from errors import Diverged, StopRequested
 from metrics.clock import StepClock
 from metrics.follower import Follower
 from metrics.rank_log import rank_log
@@ -46,7 +44,8 @@ from parallel.mesh import make_mesh
 from parallel.process import Everyone, joined
 from parallel.ranks import Ranks, find_ranks
 from parallel.waits import recorded_waits, wait_words
-from start import Saved, begins_anew, checkpoint_folder, find_saved, last_step, newest_words, require_targets
+from reading import Share, Validation, open_held_out, open_loader, open_samples
+from start import Saved, begins_anew, checkpoint_folder, find_saved, last_step, newest_words
 
 _WATCHED = 3  # which step of a start is watched for waits: by then what is made once has been made
 
@@ -129,6 +128,7 @@ class Trainer:
         self.config, self.data, self.directory, self.console = config, data, directory, console
         self.everyone, self.leads, self.last = everyone, everyone.rank == 0, last_step(config)
         self.progress, self.recorded = Progress(), 0
+        self.fingerprints: dict[str, str] = {}  # of sources that the run has read, some of them in the past
         self.shape = replace(config.model, vocab_size=config.model.vocab_size or data.vocab_size)
         self.attempt = int(everyone.gather(str(directory.status().get("attempt", 1)))[0])
         self.layout = layout_of(config.parallel, everyone.world)
@@ -149,14 +149,14 @@ class Trainer:
             before = saved.state.choices.get("fp8") if saved else None
             announce_products(products, self.machine, before, console.say)
         announce_slow_experts(config, self.machine, console.say)
-        self.loader, self.validation = self.open_data(mesh.dp_rank)
-        held_out = sum(batch.valid_tokens for group in self.validation for batch in group)
-        self.valid_held_out = everyone.add([held_out])[0] * self.layout.dp // everyone.world
+        self.open_data(saved, mesh.dp_rank)
+        self.tokenizer_files = data.tokenizer_files
         self.peak_lr = peak_lr(config.optim, config.model.hidden)
         announce_schedule(config, self.peak_lr, console.say)
         own = saved is not None and saved.path.parent == checkpoint_folder(config)  # else it is another run's
         self.wandb_id = directory.wandb_id(saved.state.wandb_id if saved and own else None) if self.leads else ""
-        self.val_loss, self.watched = math.nan, False
+        self.validation: Validation | None = None
+        self.watched = False
         self.unread: list[tuple[int, StepOutcome]] = []
         if saved:
             self.load(saved)
@@ -180,52 +180,32 @@ class Trainer:
         self.everyone.require_same("how fp32 products are made", machine.matmul)
         return machine
 
-    def open_data(self, dp_rank: int) -> tuple[TrainLoader, list[tuple[MicroBatch, ...]]]:
-        """The loader of training steps, and the held-out micro-batches (none without a held-out corpus)."""
-        config, source, train = self.config, self.data.source, self.config.train
-        corpus = IndexedCorpus(source.train)
-        require_targets(corpus, source.train, config.data.document_mask)
-        read = Source.of(source.name, corpus, train.seq_len, config.run.seed)
+    def open_data(self, saved: Saved | None, dp_rank: int) -> None:
+        """The samples of the run, this process's loader of them, and its held-out sequences."""
+        config, say, everyone = self.config, self.console.say, self.everyone
         count, unused = count_parameters(self.shape), inactive_parameters(self.shape)
         used = f", of which a token uses {count - unused:,}" if unused else ""
-        self.console.say(f"model: {config.model.name}, {count:,} parameters{used}")
-        self.console.say(
-            f"data: {source.name}, {corpus.tokens:,} tokens, {corpus.documents:,} documents; {read.order.report}"
-        )
-        vocab_size = self.shape.vocab_size or 0
-        loader = TrainLoader(
-            samples_of(read), global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
-            document_mask=config.data.document_mask, vocab_size=vocab_size, prefetch=config.data.prefetch,
-            rank=dp_rank, ranks=self.layout.dp, pin=self.machine.device.type == "cuda",
+        say(f"model: {config.model.name}, {count:,} parameters{used}")
+        share = Share(
+            self.shape.vocab_size or 0, dp_rank, self.layout.dp,
+            group=self.engine.micro_batches if config.parallel.pp > 1 else 1, pin=self.machine.device.type == "cuda",
         )  # fmt: skip
-        if source.validation is None or not train.eval_every:
-            self.console.say("validation: none" + ("" if source.validation else " (the source has no held-out corpus)"))
-            return loader, []
-        held = IndexedCorpus(source.validation)
-        require_targets(held, source.validation, config.data.document_mask)
-        held_out = validation_batches(
-            held, samples=train.eval_samples, micro_batch=train.micro_batch,
-            seq_len=train.seq_len, document_mask=config.data.document_mask, vocab_size=vocab_size,
-            rank=dp_rank, ranks=self.layout.dp,
-            group=self.engine.micro_batches if config.parallel.pp > 1 else 1,
-        )  # fmt: skip
-        return loader, list(held_out)
+        self.samples = open_samples(config, self.data, saved.state if saved else None, say)
+        self.loader = open_loader(config, self.samples, share)
+        self.held_out = open_held_out(config, self.data, share, say)
+        counted = everyone.add([each.valid_tokens for each in self.held_out]) if self.held_out else []
+        self.valid_held_out = [max(1, count * self.layout.dp // everyone.world) for count in counted]
 
     def load(self, saved: Saved) -> None:
         """Go on from a checkpoint, whatever layout wrote it."""
-        state, here = saved.state, {self.data.source.name: self.data.fingerprint}
-        if state.data != here:
-            raise DataRefused(
-                f"{saved.path} was trained on other data than {self.data.source.train} holds now: fingerprints "
-                f"{state.data} then, {here} now; give the run its corpus back, or start another run"
-            )
+        state = saved.state
         fresh, why = begins_anew(self.config, saved)
         if fresh:
             self.console.say(f"scales begin anew, if there are any: {why}")
         store.load(saved.path, self.engine.pieces(), everyone=self.everyone, fresh=fresh)
         self.engine.resume(state.updates)
         self.progress = Progress(state.step, state.samples, state.tokens)
-        self.recorded = state.step
+        self.recorded, self.fingerprints = state.step, state.data
 
     def train(self) -> int:
         """Train to the last step of this start; the exit code."""
@@ -238,17 +218,17 @@ class Trainer:
             if begin:
                 report.event("resume", begin, f"going on after step {begin}", layout=self.layout.words)
             self.clock.finish()
-            for batch in loader.steps(self.progress.samples, self.last_sample):
+            for batch in loader.steps(self.plan()):
                 self.clock.add("data", loader.take_wait())
                 agreed = self.engine.agree(self.everyone, batch, stop.asked is not None)
                 if agreed.stops and self.progress.step > begin:
                     self.stop_here(report, stop.asked)
-                with self.watching_waits(report):
-                    sums, lr = self.take_step(batch, agreed)
+                if batch.passed_over:
+                    self.pass_over(report, batch)
+                else:
+                    self.train_on(report, batch, agreed)
                 collect_garbage(self.progress.step)
-                if self.due(config.metrics.every):
-                    self.report_step(report, agreed, sums, lr, self.engine.imbalance(batch.micro_batches))
-                if self.validation and self.due(config.train.eval_every):
+                if self.held_out and self.due(config.train.eval_every):
                     self.evaluate(report)
                 if len(self.unread) >= config.train.max_skips or self.due(config.checkpoint.every):
                     self.read_skips(report)
@@ -279,10 +259,29 @@ class Trainer:
                     self.directory.note_step(self.progress.step, self.attempt)
             raise
 
-    @property
-    def last_sample(self) -> int:
-        """Where the data cursor will be at the last step."""
-        return self.progress.samples + (self.last - self.progress.step) * self.config.train.global_batch
+    def plan(self) -> Iterator[PlannedStep]:
+        """The steps of this start."""
+        skips = self.config.train.skip_steps
+        return ramp_of(self.config).plan(self.progress.samples, self.progress.step, self.last, skips)
+
+    def train_on(self, report: Reporter, batch: StepBatch, agreed: Agreed) -> None:
+        """One step, and its record where one is due."""
+        with self.watching_waits(report):
+            sums, lr = self.take_step(batch, agreed)
+        if self.due(self.config.metrics.every):
+            self.report_step(report, batch, agreed, sums, lr)
+
+    def pass_over(self, report: Reporter, batch: StepBatch) -> None:
+        """Count a step's samples as read."""
+        self.count(batch)
+        text = f"step {self.progress.step} is passed over, as train.skip_steps says: its samples count as read"
+        report.event("skip", self.progress.step, text, samples=[batch.samples.start, batch.samples.stop])
+
+    def count(self, batch: StepBatch) -> None:
+        """Go a step further."""
+        self.progress.step += 1
+        self.progress.samples += len(batch.samples)
+        self.progress.tokens += len(batch.samples) * self.config.train.seq_len
 
     def due(self, every: int) -> bool:
         """Whether something done every so many steps is due now; always so at the last step."""
@@ -301,9 +300,7 @@ class Trainer:
         self.watched = self.engine.watchable and self.will_be_due(self.config.precision.fp8.health_every)
         self.engine.watch(self.watched)
         sums, self.outcome = self.engine.step(batch.micro_batches, agreed.valid_tokens, lr)
-        progress.step += 1
-        progress.samples += len(batch.samples)
-        progress.tokens += len(batch.samples) * self.config.train.seq_len
+        self.count(batch)
         self.unread.append((progress.step, self.outcome))
         return sums, lr
 
@@ -321,7 +318,7 @@ class Trainer:
                 report.event("warning", self.progress.step, text)
 
     def report_step(
-        self, report: Reporter, agreed: Agreed, sums: StepSums, lr: float, imbalance: float | None
+        self, report: Reporter, batch: StepBatch, agreed: Agreed, sums: StepSums, lr: float
     ) -> None:  # fmt: skip
         """Read the device, record the step with the time of those since the last record, and look for skips."""
         config, progress, world = self.config, self.progress, self.everyone.world
@@ -329,7 +326,7 @@ class Trainer:
         norm, steps = self.outcome.grad_norm.item(), progress.step - self.recorded
         seconds, parts = self.clock.finish()
         working = (seconds - parts["evaluation"] - parts["checkpoint"]) / steps
-        tokens = config.train.global_batch * config.train.seq_len
+        tokens, imbalance = len(batch.samples) * config.train.seq_len, self.engine.imbalance(batch.micro_batches)
         needed = step_flops(self.shape, tokens, agreed.pairs)
         again = recomputed_flops(self.shape, tokens, agreed.pairs, config.train.recompute, config.train.recompute_n)
         if self.machine.measured:  # by a busy machine, perhaps: no step is faster than the peak
@@ -345,6 +342,7 @@ class Trainer:
             "mfu": speed.mfu, "hfu": speed.hfu, "step_time": seconds / steps,
             "time": {name: part / steps for name, part in parts.items()},
             "memory_gb": peak_memory_gb(self.machine.device), "skipped": progress.skipped,
+            **({"epochs": self.samples.epochs(progress.samples)} if len(self.data.sources) > 1 else {}),
             **({"moe": summary(routed)} if routed else {}),
             **({"cp_imbalance": imbalance} if imbalance is not None else {}),
             **({"fp8": self.engine.fp8_health(self.everyone)} if self.watched else {}),
@@ -388,12 +386,14 @@ class Trainer:
         return after < scale
 
     def evaluate(self, report: Reporter) -> None:
-        """Loss on the held-out samples, whatever the micro-batch size and the layout."""
+        """Loss on the held-out samples of each source, whatever the micro-batch size and the layout."""
         with self.clock.part("evaluation"):
-            self.val_loss = self.engine.evaluate(self.validation) / max(1, self.valid_held_out)
-        step, name = self.progress.step, self.data.source.name
-        text = f"validation at step {step}: loss {self.val_loss:.4f} nats/token"
-        report.event("validation", step, text, val_loss=self.val_loss, sources={name: self.val_loss})
+            sums = [self.engine.evaluate(each.batches) for each in self.held_out]
+        self.validation = Validation(self.held_out, sums, self.valid_held_out)
+        report.event(
+            "validation", self.progress.step, f"validation at step {self.progress.step}: {self.validation.words()}",
+            val_loss=self.validation.whole, sources=self.validation.by_source(),
+        )  # fmt: skip
 
     def save_if_sound(self, report: Reporter) -> None:
         """Save, unless the latest steps were skipped: the weights may be past saving, and a good checkpoint is not to
@@ -411,14 +411,16 @@ class Trainer:
         with self.clock.part("checkpoint"):
             state = RunState(
                 progress.step, progress.samples, progress.tokens, self.engine.updater.updates,
-                data={self.data.source.name: self.data.fingerprint}, config=to_dict(config),
+                data=self.fingerprints | {each.name: each.fingerprint for each in self.data.sources},
+                phases=[asdict(each) for each in self.samples.past(progress.samples)], config=to_dict(config),
                 vocab_size=self.shape.vocab_size or 0, choices=self.choices,
                 layout=self.layout.words, wandb_id=self.wandb_id,
+                tokenizer=next(iter(self.tokenizer_files), self.data.tokenizer),
             )  # fmt: skip
             path = store.save(
                 checkpoint_folder(config), self.engine.pieces(), state,
                 keep=0 if progress.skipped_in_a_row else config.checkpoint.keep,
-                tokenizer=self.data.tokenizer, everyone=self.everyone,
+                tokenizer=self.tokenizer_files, everyone=self.everyone,
             )  # fmt: skip
         report.event("checkpoint", progress.step, f"saved {path}", path=str(path))
         if self.leads:
@@ -447,18 +449,16 @@ class Trainer:
                 f"none of the run's {whole} steps changed anything: their gradients are not finite; lower optim.lr, "
                 "or in fp16 precision.fp16.initial, or look at what these steps read"
             )
-        if self.validation and not math.isfinite(self.val_loss):
+        losses = self.validation.losses if self.validation else {}
+        if broken := [name for name, loss in losses.items() if not math.isfinite(loss)]:
             raise Diverged(
-                f"after the last step the validation loss is {self.val_loss}: the model is past use; lower optim.lr, "
-                "and go on from a checkpoint before its losses rose (checkpoint.resume=PATH)"
+                f"after the last step the validation loss of {', '.join(broken)} is not finite: the model is past use; "
+                "lower optim.lr, and go on from a checkpoint before its losses rose (checkpoint.resume=PATH)"
             )
         if progress.hopeless_in_a_row:
             say(f"warning: the last {progress.skipped_in_a_row} steps changed nothing: their gradients are not finite")
-        if self.validation:
-            say(
-                f"validation loss {self.val_loss:.3f} nats/token; guessing by frequency alone (unigram entropy) "
-                f"gives {self.data.unigram_entropy:.3f}"
-            )
+        for line in self.validation.verdict() if self.validation else ():
+            say(line)
         if state == "done":
             self.say_sample()
         say(f"{state} at step {self.progress.step} of {whole}: {self.directory.path}")
@@ -475,4 +475,4 @@ class Trainer:
             self.console.say(f"for a sample: python -m model.generate {self.directory.path} --prompt {prompt!r}")
             return
         options = {"count": 80, "context": self.config.train.seq_len, "temperature": 0.8, "top_k": 50, "seed": 0}
-        self.console.say(f"a sample:\n{continue_text(self.engine.decoder, Tokenizer(path), prompt, **options)}")
+        self.console.say(f"a sample:\n{continue_text(self.engine.decoder, load_tokenizer(path), prompt, **options)}")

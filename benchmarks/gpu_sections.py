@@ -23,7 +23,7 @@ from conf.schema import Config, RunConfig, TrainConfig
 from data.batch import StepBatch
 from data.config import DataConfig
 from engine import Engine
-from launch.trial import trial_loader, write_trial_corpus
+from launch.trial import trial_steps, write_trial_corpus
 from metrics.clock import StepClock
 from metrics.throughput import throughput
 from model.config import ModelConfig, MoEConfig, RopeScaling
@@ -165,7 +165,7 @@ def trial_corpus(config: Config, steps: int) -> Iterator[list[StepBatch]]:
     with tempfile.TemporaryDirectory() as folder:
         tokens = (steps * train.global_batch + 2) * train.seq_len
         corpus = write_trial_corpus(Path(folder) / "corpus", config.model.vocab_size or 0, tokens)
-        yield list(trial_loader(config, corpus, 0, 1).steps(0, steps * train.global_batch))
+        yield list(trial_steps(config, corpus, steps))
 
 
 def made(config: Config, device: torch.device, peak: float | None = 1.0) -> Engine:

@@ -7,7 +7,7 @@ checkpoints/
     tensors_00003.safetensors  ... the pieces that rank 3 writes, by the same names
     pieces.json                dtype and shape of every whole tensor, and which rectangle of it is in which file
     state.json                 counters, cursor, data's fingerprint, the run's config
-    tokenizer.model            the text's tokenizer, where it is known
+    tokenizer.model            the text's tokenizer where it is known and has a file (or tokenizer.json)
 
     rank 0       sweep, make .part           its file          pieces.json, state.json, rename, latest, prune
     every other                              its file
@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ from errors import CheckpointRefused
 from files import sync, write_whole
 from parallel.process import Everyone
 
-FORMAT = 2  # raised when a reader of the old form would misread the new one
+FORMAT = 3  # raised when a reader of the old form would misread the new one
 _STATE_TYPES = {
     "step": int, "samples": int, "tokens": int, "updates": int, "data": dict, "config": dict, "vocab_size": int,
-    "choices": dict, "layout": str,
+    "choices": dict, "layout": str, "phases": list,
 }  # fmt: skip
-STATE, TOKENIZER, LATEST = "state.json", "tokenizer.model", "latest"
+STATE, LATEST = "state.json", "latest"
 _ALONE = Everyone()
 
 
@@ -62,6 +63,10 @@ class RunState:
     """The run's whole configuration, as it was given."""
     vocab_size: int
     """Entries of the model's vocabulary."""
+    tokenizer: str | None = None
+    """The tokenizer's file in the checkpoint, or `bytes`; None: unknown."""
+    phases: list[dict[str, Any]] = field(default_factory=list)
+    """Mixtures that the run has gone through, as `data.samples.Phase`."""
     choices: dict[str, str] = field(default_factory=dict)
     """Automatic choices that must not change when the run goes on."""
     layout: str = "one process"
@@ -102,7 +107,7 @@ def save(
     state: RunState,
     *,
     keep: int,
-    tokenizer: Path | None = None,
+    tokenizer: Mapping[str, Path] = MappingProxyType({}),
     everyone: Everyone = _ALONE,
 ) -> Path:
     """Write one checkpoint, point `latest` at it, then prune; called by every process, none of which returns before
@@ -113,7 +118,7 @@ def save(
         pieces: by global name, what this process holds.
         state: rank 0's is written.
         keep: newest checkpoints kept; 0 keeps all.
-        tokenizer: copied into the checkpoint, so that it can be used on its own.
+        tokenizer: files copied into the checkpoint, by their names there, so that it can be used on its own.
 
     Raises:
         CheckpointRefused: the disk is full, or the folder cannot be written, by this process or another.
@@ -134,8 +139,9 @@ def save(
 
 
 def _save(
-    folder: Path, pieces: Mapping[str, Piece], state: RunState, keep: int, tokenizer: Path | None, everyone: Everyone
-) -> Path:
+    folder: Path, pieces: Mapping[str, Piece], state: RunState, keep: int, tokenizer: Mapping[str, Path],
+    everyone: Everyone,
+) -> Path:  # fmt: skip
     target, first = folder / step_name(state.step), everyone.rank == 0
     beside = _beside(target)
     together(everyone, lambda: _begin(beside) if first else None)
@@ -152,7 +158,9 @@ def _begin(beside: Path) -> None:
     beside.mkdir()
 
 
-def _finish(beside: Path, target: Path, lists: list[str], state: RunState, keep: int, tokenizer: Path | None) -> None:
+def _finish(
+    beside: Path, target: Path, lists: list[str], state: RunState, keep: int, tokenizer: Mapping[str, Path]
+) -> None:  # fmt: skip
     """Complete what all have written, and make it the newest checkpoint.
 
     Args:
@@ -160,9 +168,9 @@ def _finish(beside: Path, target: Path, lists: list[str], state: RunState, keep:
     """
     (beside / PIECES).write_text(to_json(merge(map(from_json, lists))), encoding="utf-8")
     (beside / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-    if tokenizer is not None:
-        shutil.copyfile(tokenizer, beside / TOKENIZER)
-    for part in (PIECES, STATE, *([TOKENIZER] if tokenizer else []), "."):
+    for name, source in tokenizer.items():
+        shutil.copyfile(source, beside / name)
+    for part in (PIECES, STATE, *tokenizer, "."):
         sync(beside / part)
     if target.exists():  # the same step again, after going on from an older one, or a folder without a state
         target.replace(beside.with_suffix(".old.part"))

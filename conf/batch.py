@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from math import gcd
 
 from conf.schema import Config
 from parallel.schedules import schedule_name
@@ -32,7 +33,8 @@ def chosen_micro_batch(config: Config, world: int) -> int:
     if min(train.global_batch, train.seq_len, parallel.pp, parallel.tp, parallel.cp) < 1:
         return 1
     dp = max(1, world // (parallel.pp * parallel.tp * parallel.cp))
-    own, length = train.global_batch // dp, max(1, train.seq_len // parallel.cp)  # the part of a sequence on a rank
+    whole = gcd(train.global_batch, *(max(1, portion.global_batch) for portion in train.batch_ramp))
+    own, length = whole // dp, max(1, train.seq_len // parallel.cp)  # the part of a sequence on a rank
     least = parallel.pp * (2 if schedule_name(parallel) == "dualpipev" else 1)
     most = max(1, min(own, MOST_TOKENS // length))
     even = [

@@ -51,7 +51,8 @@ def convert(kind: Any, value: object, key: str, problems: list[Problem]) -> Any:
     if get_origin(inner) is Literal:
         return _choice(kind, value, key, problems)
     if get_origin(inner) is dict:
-        return _notes(value, key, problems)
+        named = get_args(inner)[1]
+        return _notes(value, key, problems) if named is Any else _named(named, value, key, problems)
     accepted = _SCALARS[inner](value)
     if accepted is FAILED:
         problems.append(_wrong_type(kind, value, key))
@@ -114,6 +115,16 @@ def _choice(kind: Any, value: object, key: str, problems: list[Problem]) -> Any:
     fix = f"write {key}={hint[len('did you mean ') : -1] if hint else show(choices[0])}"
     problems.append(Problem(key, show(value), f"must be {words(kind)}" + (f"; {hint}" if hint else ""), fix))
     return FAILED
+
+
+def _named(kind: Any, value: object, key: str, problems: list[Problem]) -> Any:
+    """Names of the user's own, each with a value of one type."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        rule = f"must be names, each with {words(kind)}"
+        problems.append(Problem(key, show(value), rule, f"write {{NAME: {show(sample(kind))}}}"))
+        return FAILED
+    items = {name: convert(kind, item, f"{key}.{name}", problems) for name, item in value.items()}
+    return FAILED if any(item is FAILED for item in items.values()) else items
 
 
 def _notes(value: object, key: str, problems: list[Problem]) -> Any:

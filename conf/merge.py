@@ -163,6 +163,11 @@ def _failures(error: Exception, groups: Groups) -> list[Problem]:
     if "DictConfig with ListConfig" in rule:
         rule = "an item of data.sources is set, but nothing gives the list itself"
         return [Problem("data.sources", None, rule, "write 'data.sources=[{name: web, prefix: PATH}]'")]
+    if "list index out of range" in rule:
+        rule = f"{rule}: the list has fewer items (they are counted from 0)"
+        return [
+            Problem("composition", None, rule, "write the whole list, such as 'data.sources=[{name: a, prefix: p}]'")
+        ]
     return [Problem("composition", None, rule, "mend the file or the override that it names")]
 
 

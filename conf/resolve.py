@@ -17,12 +17,14 @@ import yaml
 from conf.problem import show
 from conf.schema import Config
 from conf.tree import is_section, leaves, optional, own_leaves
+from data.ramp import Ramp
 
 FREE = (
     "run.name",
     "run.dir",
     "train.stop_at",
     "train.micro_batch",
+    "train.skip_steps",
     "train.compile",
     "train.recompute",
     "train.recompute_n",
@@ -33,7 +35,9 @@ FREE = (
     "train.eval_samples",
     "model.loss_chunk",
     "data.cache",
+    "data.max_epochs",
     "data.prefetch",
+    "data.workers",
     "parallel.*",
     "precision.fp8.backend",
     "precision.fp8.health_every",
@@ -65,12 +69,18 @@ def total_steps(config: Config) -> int:
     """Optimizer steps of the whole run; tokens are rounded down to whole steps."""
     if config.train.steps is not None:
         return config.train.steps
-    return (config.train.tokens or 0) // (config.train.global_batch * config.train.seq_len)
+    return ramp_of(config).steps_within((config.train.tokens or 0) // config.train.seq_len)
+
+
+def ramp_of(config: Config) -> Ramp:
+    """The sizes of the run's steps."""
+    return Ramp(config.train.global_batch, config.train.batch_ramp, config.train.seq_len)
 
 
 def run_name(config: Config) -> str:
     """The given name, or model, data and 8 hex digits of the training configuration."""
-    return config.run.name or f"{config.model.name}-{config.data.name}-{training_hash(config)[:8]}"
+    data = config.data.name or "+".join(source.name for source in config.data.sources)[:40]
+    return config.run.name or f"{config.model.name}-{data}-{training_hash(config)[:8]}"
 
 
 def run_directory(config: Config) -> Path:

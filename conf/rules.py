@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from conf.data_rules import DATA_RULES
 from conf.precision_rules import PRECISION_RULES
 from conf.problem import Problem, show
 from conf.resolve import flatten, total_steps
@@ -15,8 +16,6 @@ from conf.schema import Config
 from conf.suggest import close, did_you_mean, looks_secret
 from conf.tree import leaves
 
-CORPORA = ("stdlib",)
-"""Corpora that prepare themselves."""
 _LONGEST_NAME = 120
 _WANDB_FORBIDDEN = set("/\\#?%:")
 
@@ -122,55 +121,6 @@ def _rope(config: Config) -> Iterator[Problem]:
         yield Problem(key, show(scaling.low_freq_factor), rule, f"write {key}=1.0 (the default)", also)
 
 
-def _corpus(config: Config) -> Iterator[Problem]:
-    data = config.data
-    both = ("data.corpus", "data.sources")
-    example = "data=indexed 'data.sources=[{name: web, prefix: PATH}]'"
-    if data.corpus is None and not data.sources:
-        rule = "a run reads a self-preparing corpus or sources on disk, but neither is given"
-        yield Problem("data.sources", "[]", rule, f"write data=stdlib, or {example}", both)
-    if data.corpus is not None and data.sources:
-        rule = "data.sources is given too, but a run reads one or the other"
-        yield Problem("data.corpus", show(data.corpus), rule, f"for your own sources write {example}", both)
-    if data.corpus is not None and data.corpus not in CORPORA:
-        hint = did_you_mean(data.corpus, CORPORA)
-        rule = f"must be one of {', '.join(CORPORA)}" + (f"; {hint}" if hint else "")
-        yield Problem("data.corpus", show(data.corpus), rule, f"write data.corpus={CORPORA[0]}")
-    if data.tokenizer is not None and not data.sources:
-        rule = "goes with data.sources; a self-preparing corpus trains its own (data.vocab_size entries)"
-        yield Problem("data.tokenizer", show(data.tokenizer), rule, f"leave it out, or write {example}", both)
-    if not data.cache.strip():
-        yield Problem("data.cache", show(data.cache), "must be a folder's path", "write data.cache=~/.cache/tatara")
-
-
-def _sources(config: Config) -> Iterator[Problem]:
-    sources = config.data.sources
-    if len(sources) > 1:
-        rule = "exactly one source is supported in this version"
-        yield Problem("data.sources", f"{len(sources)} sources", rule, "give one, or join them at preparation")
-    names = [source.name for source in sources]
-    for index, source in enumerate(sources):
-        here = f"data.sources[{index}]"
-        if not source.name.strip():
-            yield Problem(f"{here}.name", show(source.name), "must not be empty", "write name: web")
-        elif source.name in names[:index]:
-            rule = f"source {names.index(source.name)} has this name already"
-            yield Problem(f"{here}.name", source.name, rule, f"write name: {source.name}-{index}")
-        if not source.prefix.strip():
-            yield Problem(f"{here}.prefix", show(source.prefix), "must not be empty", "the path without .bin/.idx")
-        elif source.prefix.endswith((".bin", ".idx")):
-            rule, fix = "is the path without .bin/.idx", f"write prefix: {source.prefix[:-4]}"
-            yield Problem(f"{here}.prefix", source.prefix, rule, fix)
-
-
-def _vocabulary(config: Config) -> Iterator[Problem]:
-    model, data = config.model.vocab_size, config.data.vocab_size
-    if config.data.corpus is not None and model is not None and model < data:
-        rule = f"must hold the tokenizer's data.vocab_size={data} entries"
-        fix = f"write model.vocab_size={data}, or leave it null"
-        yield Problem("model.vocab_size", show(model), rule, fix, ("data.vocab_size", "data.corpus"))
-
-
 def _resuming(config: Config) -> Iterator[Problem]:
     resume = config.checkpoint.resume
     meant = close(resume, ("auto", "none"))
@@ -214,6 +164,6 @@ def _secret_keys(prefix: str, notes: Mapping[str, Any]) -> Iterator[str]:
 
 
 _RULES: Sequence[Callable[[Config], Iterator[Problem]]] = (
-    _names, _length, _decay, _heads, _rope, _vocabulary, _corpus, _sources, *PRECISION_RULES,
+    _names, _length, _decay, _heads, _rope, *DATA_RULES, *PRECISION_RULES,
     _resuming, _reports, _secrets,
 )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from checkpoint.config import CheckpointConfig
-from data.config import DataConfig
+from data.config import DataConfig, RampConfig, StepRange
 from metrics.config import MetricsConfig
 from model.config import ModelConfig
 from optim.config import OptimConfig, ScheduleConfig
@@ -38,6 +38,10 @@ class TrainConfig:
     """Step at which this process stops early, with a checkpoint; the schedule still ends at steps."""
     global_batch: int = 8
     """Sequences a step."""
+    batch_ramp: tuple[RampConfig, ...] = ()
+    """Smaller batches at the beginning, portion after portion: [{tokens: N, global_batch: N}]; then global_batch."""
+    skip_steps: tuple[StepRange, ...] = ()
+    """Steps whose data is passed over untrained, to get past a spike: [{first: N, last: N}]."""
     micro_batch: int = 0
     """Sequences a forward pass on each rank; changes speed and memory, never the training; 0: the most, up to
     8,192 tokens on a rank, that the layout allows."""

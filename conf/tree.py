@@ -112,6 +112,8 @@ def words(kind: Any) -> str:
         return "a mapping with keys " + ", ".join(f.name for f in dataclasses.fields(inner))
     if element(inner) is not None:
         return f"a list, each item {words(element(inner))}"
+    if get_origin(inner) is dict and get_args(inner)[1] is not Any:
+        return f"names, each with {words(get_args(inner)[1])}"
     return _WORDS.get(inner, "a mapping of your own keys")
 
 
@@ -143,4 +145,6 @@ def sample(kind: Any, default: Any = None) -> Any:
         return {leaf.key: sample(leaf.kind, leaf.default) for leaf in own_leaves(inner)[:3]}
     if element(inner) is not None:
         return [sample(element(inner))]
+    if get_origin(inner) is dict and get_args(inner)[1] is not Any:
+        return {"NAME": sample(get_args(inner)[1])}
     return _SAMPLES.get(inner, {"note": "TEXT"})

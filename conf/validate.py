@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.convert import read
 from conf.layers import find
@@ -99,6 +99,9 @@ RANGES = (
     Range("data.vocab_size", 512, 1_000_000),
     Range("data.held_out", 0, 0.5),
     Range("data.shuffle_seed", 0, _SEEDS, below=True),
+    Range("data.temperature", 0, above=True),
+    Range("data.max_epochs", 0, above=True),
+    Range("data.workers", 0),
     Range("data.prefetch", 0),
     Range("parallel.tp", 1),
     Range("parallel.cp", 1),
@@ -138,7 +141,8 @@ def problems(config: Config, *, world: int = 1, here: bool = True) -> list[Probl
     out_of_range = list(_range_problems(config))
     bad = {problem.key for problem in out_of_range}
     sound = _with_defaults(config, bad) if bad else config
-    crossed = [*rule_problems(sound), *layout_problems(sound, world), *(machine_problems(sound) if here else [])]
+    laid_out = [*layout_problems(sound, world), *_ramp_problems(sound, world)]
+    crossed = [*rule_problems(sound), *laid_out, *(machine_problems(sound) if here else [])]
     return [*out_of_range, *(each for each in crossed if not bad & {each.key, *each.also})]
 
 
@@ -152,6 +156,19 @@ def _with_defaults(config: Config, keys: Iterable[str]) -> Config:
             section = section[part]
         section[name] = known[key].default
     return read(values)[0]
+
+
+def _ramp_problems(config: Config, world: int) -> Iterator[Problem]:
+    """What the layout misses in the sizes of train.batch_ramp, and has in the whole batch."""
+    known = {problem.key for problem in layout_problems(config, world)}
+    for index, portion in enumerate(config.train.batch_ramp):
+        size = max(1, portion.global_batch)
+        ramped = replace(config, train=replace(config.train, global_batch=size, batch_ramp=()))
+        for problem in layout_problems(ramped, world):
+            if problem.key not in known and "train.global_batch" in (problem.key, *problem.also):
+                rule = f"with train.global_batch={size}, train.micro_batch={config.train.micro_batch}: {problem.rule}"
+                fix = "give the portion a batch that suits the layout as train.global_batch does"
+                yield Problem(f"train.batch_ramp[{index}].global_batch", show(size), rule, fix, problem.also)
 
 
 def _range_problems(config: Config) -> Iterator[Problem]:

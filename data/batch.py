@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data.indexed import IndexedCorpus
+from data.indexed import Tokens
+from data.joined import Corpus
 
 IGNORE = -100
 """Label of a position without a target."""
@@ -65,6 +66,8 @@ class StepBatch:
     """All positions."""
     samples: range
     """Global numbers of the samples."""
+    passed_over: bool = False
+    """Whether they are only counted as read; there are no micro-batches then."""
 
 
 def step_batch(micro_batches: Sequence[MicroBatch], samples: range) -> StepBatch:
@@ -77,7 +80,7 @@ def step_batch(micro_batches: Sequence[MicroBatch], samples: range) -> StepBatch
     )
 
 
-Place = tuple[IndexedCorpus, int]
+Place = tuple[Corpus, int]
 """Where a sample is: its corpus, and the position of its first token in the corpus's stream."""
 
 
@@ -98,16 +101,13 @@ class Packer:
         `samples` are their numbers; where they are fewer than `places`, the rest fills up and gets no
         targets. Raises DataRefused for an id outside the vocabulary, with its position.
         """
-        total = len(places) * self.seq_len
-        tokens, labels = self._read(places)  # both [rows, seq_len]
-        rows = np.arange(0, total + 1, self.seq_len)
+        window = self._read(places)  # [rows, seq_len + 1], as on disk
+        tokens, labels = window[:, :-1].astype(np.int64), window[:, 1:].astype(np.int64)  # both [rows, seq_len]
         cuts = self._cuts(places)
         # A cut marks the first position of a document, so the label before it belongs to another one.
         labels.reshape(-1)[cuts - 1] = IGNORE
         labels[len(samples) :] = IGNORE
-        segments = np.unique(np.concatenate([rows, cuts])) if cuts.size else rows  # [D + 1]
-        lengths = np.diff(segments)
-        positions = np.arange(total) - np.repeat(segments[:-1], lengths)
+        segments, positions = self._segments(len(places), cuts)
         return MicroBatch(
             tokens=torch.from_numpy(tokens.reshape(-1)),
             labels=torch.from_numpy(labels.reshape(-1)),
@@ -116,23 +116,17 @@ class Packer:
             samples=samples,
         )
 
-    def _read(self, places: Sequence[Place]) -> tuple[Array, Array]:
-        tokens = np.empty((len(places), self.seq_len), np.int64)
-        labels = np.empty((len(places), self.seq_len), np.int64)
-        for row, (corpus, start) in enumerate(places):
-            window = corpus.read(start, start + self.seq_len + 1)
-            tokens[row] = window[:-1]
-            labels[row] = window[1:]
+    def _read(self, places: Sequence[Place]) -> Tokens:
+        """The samples with one token more each, [rows, seq_len + 1]; refused where one is no id."""
+        joined = np.concatenate([corpus.read(start, start + self.seq_len + 1) for corpus, start in places])
         # As unsigned numbers negative ids are large: one pass finds both kinds.
-        largest = max(tokens.view(np.uint64).max(), labels[:, -1].astype(np.uint64).max())
-        if largest >= self.vocab_size:
+        if joined.view(f"u{joined.itemsize}").max() >= self.vocab_size:
             for corpus, start in places:
-                window = corpus.read(start, start + self.seq_len + 1)
-                corpus.check_range(start, window, self.vocab_size)
-        return tokens, labels
+                corpus.check_range(start, corpus.read(start, start + self.seq_len + 1), self.vocab_size)
+        return joined.reshape(len(places), self.seq_len + 1)
 
     def _cuts(self, places: Sequence[Place]) -> Array:
-        """Document starts as positions in the micro-batch, [cuts] int64.
+        """Document starts as positions in the micro-batch, ascending, [cuts] int64.
 
         One right behind a sample counts as well (it falls on the next row's start): it takes the last label.
         """
@@ -144,3 +138,15 @@ class Packer:
                 for row, (corpus, start) in enumerate(places)
             ]
         )
+
+    def _segments(self, count: int, cuts: Array) -> tuple[Array, Array]:
+        """Where segments start and the last one ends, [D + 1], and places inside them, [count * seq_len]; int64."""
+        rows = np.arange(0, (count + 1) * self.seq_len, self.seq_len)
+        if not cuts.size:
+            same = np.empty((count, self.seq_len), np.int64)
+            same[:] = np.arange(self.seq_len)
+            return rows, same.reshape(-1)
+        segments = np.unique(np.concatenate([rows, cuts]))
+        positions = np.arange(count * self.seq_len)
+        positions -= np.repeat(segments[:-1], np.diff(segments))
+        return segments, positions

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
 from data.batch import IGNORE, MicroBatch, Packer, StepBatch, step_batch
-from data.indexed import IndexedCorpus
+from data.joined import Corpus
 from data.order import SampleOrder
 from data.prefetch import Prefetcher
+from data.ramp import PlannedStep
 from data.samples import Samples
 from errors import DataRefused
 
@@ -21,19 +22,17 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
     """Makes the steps of a run; a step's content depends on its sample numbers alone.
 
     So does a micro-batch's: put together, the micro-batches of a step on all ranks are the same for every
-    `micro_batch` and number of ranks, and a run resumes by giving its first sample. Of each `ranks *
-    micro_batch` samples in turn, `rank` gets its share. `global_batch` and `micro_batch` in samples, `seq_len`
-    in tokens, `prefetch` in steps made ahead. Raises DataRefused when `micro_batch * ranks` does not divide
-    `global_batch`.
+    `micro_batch` and number of ranks, and a run resumes by planning on from where it stands. Of each `ranks *
+    micro_batch` samples in turn, `rank` gets its share. `micro_batch` in samples, `prefetch` in steps made ahead.
+    Raises DataRefused when `micro_batch * ranks` does not divide one of the `sizes` of steps.
     """
 
     def __init__(
         self,
         source: Samples,
         *,
-        global_batch: int,
+        sizes: Sequence[int],
         micro_batch: int,
-        seq_len: int,
         document_mask: bool,
         vocab_size: int,
         prefetch: int = 2,
@@ -41,13 +40,12 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         ranks: int = 1,
         pin: bool = False,
     ) -> None:
-        _check_sizes(global_batch, micro_batch, ranks, prefetch)
-        if wrong := [each.name for each in source.sources if each.order.seq_len != seq_len]:
-            raise ValueError(f"the samples of {', '.join(wrong)} are not of {seq_len} tokens")
+        for size in sizes:
+            _check_sizes(size, micro_batch, ranks, prefetch)
         self._source = source
-        self._global_batch, self._micro_batch, self._prefetch = global_batch, micro_batch, prefetch
+        self._micro_batch, self._prefetch = micro_batch, prefetch
         self._rank, self._ranks, self._pin = rank, ranks, pin
-        self._packer = Packer(seq_len, document_mask, vocab_size)
+        self._document_mask, self._vocab_size = document_mask, vocab_size
         self._ahead: Prefetcher[StepBatch] | None = None
         self._wait_seconds = 0.0
 
@@ -71,21 +69,14 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         seconds, self._wait_seconds = self._wait_seconds, 0.0
         return seconds
 
-    def steps(self, first_sample: int, last_sample: int) -> Iterator[StepBatch]:
-        """The steps that read global samples [first_sample, last_sample), a whole number of global batches.
+    def steps(self, plan: Iterable[PlannedStep]) -> Iterator[StepBatch]:
+        """The planned steps; one that is passed over has no micro-batches.
 
-        A second call ends the first one's iteration. Raises DataRefused for a broken step, or, while
-        iterating, for an id outside the vocabulary.
+        A second call ends the first one's iteration. Raises DataRefused, while iterating, for an id outside the
+        vocabulary.
         """
-        if (last_sample - first_sample) % self._global_batch:
-            raise DataRefused(
-                f"samples {first_sample} to {last_sample} are not a whole number of steps of "
-                f"train.global_batch={self._global_batch}: continue with the global batch that "
-                "the run was started with"
-            )
         self.close()
-        firsts = range(first_sample, last_sample, self._global_batch)
-        self._ahead = Prefetcher((self._step(first) for first in firsts), self._prefetch)
+        self._ahead = Prefetcher((self._step(each) for each in plan), self._prefetch)
         return self._timed(self._ahead)
 
     def _timed(self, ahead: Prefetcher[StepBatch]) -> Iterator[StepBatch]:
@@ -98,17 +89,20 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
                     return
                 yield step
 
-    def _step(self, first: int) -> StepBatch:
-        samples = range(first, first + self._global_batch)
-        size = self._micro_batch
+    def _step(self, planned: PlannedStep) -> StepBatch:
+        samples, size = planned.samples, self._micro_batch
+        if planned.passed_over:
+            return StepBatch((), 0, 0, samples, passed_over=True)
+        # Of one step all samples have one length: phases that change it begin where a run is started again.
+        packer = Packer(self._source.seq_len(samples.start), self._document_mask, self._vocab_size)
         own = range(self._rank * size, len(samples), self._ranks * size)
         parts = [samples[at : at + size] for at in own]
-        micro_batches = [self._packer.pack([self._source.place(n) for n in part], part) for part in parts]
+        micro_batches = [packer.pack([self._source.place(n) for n in part], part) for part in parts]
         return step_batch([each.pinned() for each in micro_batches] if self._pin else micro_batches, samples)
 
 
 def validation_batches(
-    corpus: IndexedCorpus, *, seq_len: int, micro_batch: int, samples: int, document_mask: bool, vocab_size: int,
+    corpus: Corpus, *, seq_len: int, micro_batch: int, samples: int, document_mask: bool, vocab_size: int,
     rank: int = 0, ranks: int = 1, group: int = 1,
 ) -> Iterator[tuple[MicroBatch, ...]]:  # fmt: skip
     """This rank's share of the first `samples` chunks of a held-out corpus (all, if fewer) in natural order.
@@ -127,7 +121,7 @@ def validation_batches(
 
 
 def _held_out(
-    packer: Packer, corpus: IndexedCorpus, order: SampleOrder, first: int, rows: int, count: int
+    packer: Packer, corpus: Corpus, order: SampleOrder, first: int, rows: int, count: int
 ) -> MicroBatch:  # fmt: skip
     """Samples [first, first + rows) of a corpus of which `count` are read."""
     part = range(min(first, count), min(first + rows, count))

@@ -28,7 +28,7 @@ def exclusive(path: Path, task: str, say: Say) -> Iterator[Say | None]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        locked = _lock(descriptor, task, say)
+        locked = _lock(descriptor, path, task, say)
         if locked:
             _write(descriptor, f"{_who()}: {task}")
         yield (lambda state: _write(descriptor, f"{_who()}: {state}")) if locked else None
@@ -36,7 +36,25 @@ def exclusive(path: Path, task: str, say: Say) -> Iterator[Say | None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, task: str, say: Say) -> bool:
+def hold_shared(path: Path) -> None:
+    """Holds a shared lock on the file `path` until this process ends, however it ends; does nothing where the file
+    system knows no locks. Raises OSError where the file cannot be made."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in _UNSUPPORTED:
+            raise
+
+
+def wait_for_holders(path: Path, task: str, say: Say) -> None:
+    """Returns when no process holds a lock on `path` any more; `task` is what they do. Raises OSError."""
+    with exclusive(path, task, say):
+        pass
+
+
+def _lock(descriptor: int, path: Path, task: str, say: Say) -> bool:
     began, due = time.monotonic(), Every(_SECONDS_A_LINE, at_once=True)
     while True:
         try:
@@ -51,7 +69,7 @@ def _lock(descriptor: int, task: str, say: Say) -> bool:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            say(f"the cache's file system has no locks ({error.strerror}): every process is {task} itself")
+            say(f"the file system of {path.parent} has no locks ({error.strerror}): every process is {task} itself")
             return False
 
 

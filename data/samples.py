@@ -10,27 +10,28 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from data.indexed import IndexedCorpus
+from data.batch import Place
+from data.joined import Corpus
 from data.mixture import Mixture
 from data.order import SampleOrder
 
 
 @dataclass(frozen=True)
 class Source:
-    """A corpus and the order in which its samples are read."""
+    """A corpus whose samples are read in an order of its own."""
 
     name: str
     """In metrics, in checkpoints and in the order's key."""
-    corpus: IndexedCorpus
+    corpus: Corpus
     """Its tokens."""
-    order: SampleOrder
-    """Its samples."""
+    seed: int
+    """Of the order."""
 
-    @staticmethod
-    def of(name: str, corpus: IndexedCorpus, seq_len: int, seed: int) -> Source:
-        """The source with the order of a run: samples of seq_len tokens, shuffled by (seed, name, epoch)."""
-        return Source(name, corpus, SampleOrder(corpus.tokens, seq_len, seed, name))
+    def order(self, seq_len: int) -> SampleOrder:
+        """Its samples of seq_len tokens, shuffled by (seed, name, epoch)."""
+        return SampleOrder(self.corpus.tokens, seq_len, self.seed, self.name)
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Phase:
     """Number of its first sample."""
     counts: Mapping[str, int]
     """Samples of each source in a period; a source that is not there gives none."""
+    seq_len: int
+    """Tokens a sample."""
+
+    @staticmethod
+    def of(record: Mapping[str, Any]) -> Phase:
+        """A phase from what `dataclasses.asdict` made of it."""
+        return Phase(record["first"], dict(record["counts"]), record["seq_len"])
 
 
 @dataclass(frozen=True)
@@ -54,41 +62,60 @@ class _Started:
 
 
 class Samples:
-    """The samples of a run, from 0 on; any one is found by arithmetic."""
+    """The samples of a run, from 0 on; any one is found by arithmetic.
+
+    Where a phase has samples of another length than the one before, each source begins its next epoch there: chunks
+    of two lengths overlap, so that the rest of the epoch that was begun cannot be told from what was read.
+    """
 
     def __init__(self, sources: Sequence[Source], phases: Sequence[Phase]) -> None:
         """phases: by ascending first sample, the first one at 0; those of the past may name sources that are gone."""
-        self._sources = {source.name: source for source in sources}
+        self.sources = tuple(sources)
         self._firsts = [phase.first for phase in phases]
         if not phases or self._firsts[0] != 0 or sorted(set(self._firsts)) != self._firsts:
             raise ValueError(f"phases must begin at ascending samples, the first at 0, not at {self._firsts}")
+        lengths = dict.fromkeys(phase.seq_len for phase in phases)
+        self._orders = {length: {each.name: each.order(length) for each in sources} for length in lengths}
+        self._corpora = {each.name: each.corpus for each in sources}
         cursors: dict[str, int] = {}
         self._phases: list[_Started] = []
         for phase in phases:
             if self._phases:
-                cursors = self._after(self._phases[-1], phase.first)
+                cursors = self._converted(self._after(self._phases[-1], phase.first), phase)
             self._phases.append(_Started(phase, Mixture(list(phase.counts.values())), tuple(phase.counts), cursors))
 
-    def place(self, sample: int) -> tuple[IndexedCorpus, int]:
-        """The corpus of a sample, and where in its stream the sample starts."""
-        started = self._phases[bisect_right(self._firsts, sample) - 1]
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """All of them."""
+        return tuple(each.phase for each in self._phases)
+
+    def place(self, sample: int) -> Place:
+        """Where a sample is."""
+        started = self._started(sample)
         number, before = started.mixture.place(sample - started.phase.first)
-        source = self._sources[started.names[number]]
-        return source.corpus, source.order.start(started.cursors.get(source.name, 0) + before)
+        name = started.names[number]
+        order = self._orders[started.phase.seq_len][name]
+        return self._corpora[name], order.start(started.cursors.get(name, 0) + before)
 
     def cursors(self, sample: int) -> dict[str, int]:
-        """Samples of each source among the first `sample`."""
-        return self._after(self._phases[bisect_right(self._firsts, sample) - 1], sample)
+        """Samples of each source before `sample`, in samples of the length that holds there."""
+        return self._after(self._started(sample), sample)
 
     def epochs(self, sample: int) -> dict[str, float]:
-        """How many times each source has been read by the first `sample` samples."""
-        cursors = self.cursors(sample)
-        return {name: cursors.get(name, 0) / each.order.samples_per_epoch for name, each in self._sources.items()}
+        """How many times each source has been read before `sample`."""
+        cursors, orders = self.cursors(sample), self._orders[self._started(sample).phase.seq_len]
+        return {name: cursors.get(name, 0) / order.samples_per_epoch for name, order in orders.items()}
 
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """Those that can be read."""
-        return tuple(self._sources.values())
+    def seq_len(self, sample: int) -> int:
+        """Tokens of a sample."""
+        return self._started(sample).phase.seq_len
+
+    def past(self, sample: int) -> tuple[Phase, ...]:
+        """The phases of the first `sample` samples."""
+        return tuple(each for each in self.phases if each.first < sample)
+
+    def _started(self, sample: int) -> _Started:
+        return self._phases[bisect_right(self._firsts, sample) - 1]
 
     @staticmethod
     def _after(started: _Started, sample: int) -> dict[str, int]:
@@ -96,10 +123,21 @@ class Samples:
         own = dict(zip(started.names, counts, strict=True))
         return {name: started.cursors.get(name, 0) + own.get(name, 0) for name in {**started.cursors, **own}}
 
+    def _converted(self, cursors: dict[str, int], phase: Phase) -> dict[str, int]:
+        """Where each source stands as a phase begins; those that are gone stand still."""
+        before = self._phases[-1].phase.seq_len
+        if phase.seq_len == before:
+            return cursors
+        old, new = self._orders[before], self._orders[phase.seq_len]
+        return {
+            name: -(-cursor // old[name].samples_per_epoch) * new[name].samples_per_epoch if name in old else cursor
+            for name, cursor in cursors.items()
+        }
 
-def samples_of(source: Source) -> Samples:
+
+def samples_of(source: Source, seq_len: int) -> Samples:
     """Those of one source alone."""
-    return Samples([source], [Phase(0, {source.name: 1})])
+    return Samples([source], [Phase(0, {source.name: 1}, seq_len)])
 
 
 def going_on(history: Sequence[Phase], planned: Sequence[Phase], sample: int) -> list[Phase]:
@@ -117,5 +155,5 @@ def going_on(history: Sequence[Phase], planned: Sequence[Phase], sample: int) ->
     if not past or (future and future[0].first == sample):
         return past + future if past else list(planned)
     now = [phase for phase in planned if phase.first < sample][-1]
-    begins = [] if dict(now.counts) == dict(past[-1].counts) else [Phase(sample, now.counts)]
-    return [*past, *begins, *future]
+    same = (dict(now.counts), now.seq_len) == (dict(past[-1].counts), past[-1].seq_len)
+    return [*past, *([] if same else [Phase(sample, now.counts, now.seq_len)]), *future]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.packaged import PackagedTexts
 from errors import DataRefused
 
 # Tests and frozen grammars are repetitive; the installed packages are not the library.
@@ -28,6 +29,18 @@ class Document:
     """Its content, unchanged."""
 
 
+def library(root: Path | None = None) -> PackagedTexts:
+    """The library's source files, sorted by path.
+
+    `root`: folder of the library; None: this interpreter's. Raises DataRefused when there are none.
+    """
+    folder = Path(sysconfig.get_path("stdlib")) if root is None else root
+    files = tuple(sorted(_source_files(folder)))
+    if not files:
+        raise DataRefused(_nothing(folder))
+    return PackagedTexts(folder, files)
+
+
 def collect(root: Path | None = None) -> list[Document]:
     """The library's documents, sorted by path; empty files and ones that are not UTF-8 are left out.
 
@@ -36,10 +49,7 @@ def collect(root: Path | None = None) -> list[Document]:
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     documents = [document for path in sorted(_source_files(folder)) if (document := _read(folder, path))]
     if not documents:
-        raise DataRefused(
-            f"{folder} holds no Python source with text, so the standard library cannot be the "
-            "corpus (a Python without its sources?): use another Python or set data.sources"
-        )
+        raise DataRefused(_nothing(folder))
     return documents
 
 
@@ -67,6 +77,13 @@ def shuffled(documents: Sequence[Document], seed: int) -> list[Document]:
     """The documents in an order that depends on `seed` and their paths alone."""
     ranks = {document.path: _unit_hash(f"shuffle {seed}", document.path) for document in documents}
     return sorted(documents, key=lambda document: (ranks[document.path], document.path))
+
+
+def _nothing(folder: Path) -> str:
+    return (
+        f"{folder} holds no Python source with text, so the standard library cannot be the "
+        "corpus (a Python without its sources?): use another Python or set data.sources"
+    )
 
 
 def _source_files(folder: Path) -> Iterator[str]:

@@ -1,10 +1,12 @@
-"""Writes Megatron's .bin/.idx, a document at a time, in constant memory."""
+"""Writes Megatron's .bin/.idx, a document or many at a time, in constant memory."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -15,6 +17,7 @@ import numpy.typing as npt
 from data.indexed import DTYPES, HEADER, MAGIC, VERSION
 from data.metadata import CorpusMetadata, with_suffix, write_metadata
 from errors import DataRefused
+from files import sync
 
 _BLOCK = 1 << 20
 
@@ -57,21 +60,29 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
 
         Raises DataRefused for an id that the type on disk cannot hold.
         """
-        tokens = np.asarray(ids, np.int64)  # [n]
+        tokens = np.asarray(ids)  # [n]
+        if tokens.size:
+            self.add_documents(tokens, np.array([tokens.size]))
+
+    def add_documents(self, tokens: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> None:
+        """Appends documents: their ids one after the other, tokens [n], of which each has lengths [documents] >= 1.
+
+        Raises DataRefused for an id that the type on disk cannot hold, or a document that is too long.
+        """
         if tokens.size == 0:
             return
+        least, most, longest = int(tokens.min()), int(tokens.max()), int(lengths.max())
         limits = np.iinfo(self.dtype)
-        if tokens.min() < 0 or tokens.max() > limits.max or tokens.size > np.iinfo(np.int32).max:
+        if least < 0 or most > limits.max or longest > np.iinfo(np.int32).max:
             raise DataRefused(
-                f"document {self.documents}: {tokens.size} ids from {tokens.min()} to "
-                f"{tokens.max()}, but {self.dtype.name} holds ids from 0 to {limits.max} and a "
-                "document at most 2^31 - 1 of them: write int32 (vocabularies above 65,536), "
-                "or split the document"
+                f"documents from {self.documents} on: at most {longest} ids each, from {least} to {most}, but "
+                f"{self.dtype.name} holds ids from 0 to {limits.max} and a document at most 2^31 - 1 of them: write "
+                "int32 (vocabularies above 65,536), or split the document"
             )
-        self._stream.write(tokens.astype(self.dtype).tobytes())
-        self._lengths.write(np.array(tokens.size, "<i4").tobytes())
+        self._stream.write(tokens.astype(self.dtype, copy=False).data)
+        self._lengths.write(lengths.astype("<i4").data)
         self._count(tokens)
-        self.documents += 1
+        self.documents += lengths.size
         self.tokens += tokens.size
 
     def finish(self, tokenizer: str, vocab_size: int, bytes_of_text: int) -> CorpusMetadata:
@@ -83,7 +94,11 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
             raise DataRefused(f"no document with text for {self.prefix}: check the input of the preparation")
         self._write_index()
         _sync_and_close(self._stream)
+        # An older corpus of this name goes first: a .bin beside another's .idx would be neither.
+        for part in ("json", "idx"):
+            with_suffix(self.prefix, f".{part}").unlink(missing_ok=True)
         for part in ("bin", "idx"):
+            sync(self.prefix.parent)
             self._temporary[part].replace(with_suffix(self.prefix, f".{part}"))
         metadata = CorpusMetadata(
             tokenizer, self.dtype.name, self.tokens, self.documents, bytes_of_text, entropy(self._counts), vocab_size
@@ -94,7 +109,7 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
     def _open(self, part: str) -> BinaryIO:
         return self._files.enter_context(self._temporary[part].open("wb"))
 
-    def _count(self, tokens: npt.NDArray[np.int64]) -> None:
+    def _count(self, tokens: npt.NDArray[np.integer]) -> None:
         counts = np.bincount(tokens, minlength=self._counts.size)
         counts[: self._counts.size] += self._counts
         self._counts = counts
@@ -118,6 +133,29 @@ class CorpusWriter(AbstractContextManager["CorpusWriter"]):
         self._lengths.flush()
         mapped = np.memmap(self._temporary["lengths"], "<i4", "r")
         return (mapped[first : first + _BLOCK] for first in range(0, mapped.size, _BLOCK))
+
+
+def remove_leftovers(prefix: Path) -> None:
+    """Removes what writers of `prefix` that were killed have left; none may be alive. Raises OSError."""
+    name = re.escape(prefix.name)
+    left = re.compile(rf"{name}\.(bin|idx|lengths)\.\d+\.tmp|\.{name}\.(report\.)?json\.\d+\.part")
+    for path in prefix.parent.iterdir():
+        if left.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_refusals(place: Path) -> Iterator[None]:
+    """Turns what the disk refuses at `place` into a DataRefused with the way out."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            fix = "make room, then start the same command again: it goes on where it stopped"
+        else:
+            fix = "make it writable, or choose another folder for the output"
+        raise DataRefused(f"{error.filename or place} cannot be written ({reason}): {fix}") from error
 
 
 def entropy(counts: npt.NDArray[np.int64]) -> float:

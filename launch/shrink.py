@@ -33,7 +33,7 @@ def shrink(config: Config, world: int, steps: int, precision: PrecisionName) -> 
     micro_batches, rows = _micro_batches(config, dp), min(config.train.micro_batch, 2)
     train = replace(
         config.train, steps=steps, tokens=None, stop_at=None, seq_len=seq_len, micro_batch=rows,
-        global_batch=micro_batches * rows * dp, threads=1, device="cpu",
+        global_batch=micro_batches * rows * dp, batch_ramp=(), skip_steps=(), threads=1, device="cpu",
     )  # fmt: skip
     return replace(
         config, train=train, model=replace(model, loss_chunk=max(1, seq_len // (2 * parallel.cp))), parallel=parallel,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from checkpoint.pieces import Piece
+from conf.resolve import ramp_of
 from conf.schema import Config
-from data.batch import MicroBatch
+from data.batch import MicroBatch, StepBatch
 from data.indexed import IndexedCorpus
 from data.loader import TrainLoader, validation_batches
 from data.samples import Source, samples_of
@@ -131,8 +132,7 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
         )  # fmt: skip
         engine = Engine(config, config.model, mesh, machine, StepClock(device))
         trial, peak = RankTrial(), peak_lr(config.optim, config.model.hidden)
-        read = trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp)
-        for number, batch in enumerate(read.steps(0, steps * config.train.global_batch)):
+        for number, batch in enumerate(trial_steps(config, corpus, steps, mesh.dp_rank, mesh.layout.dp)):
             agreed = engine.agree(everyone, batch, stops=False)
             keep = compared is None or number < compared
             lr = peak * lr_share(config.lr_schedule, number, steps)
@@ -147,15 +147,16 @@ def rank_trial(ranks: Ranks, config: Config, corpus: Path, steps: int, compared:
         return trial
 
 
-def trial_loader(config: Config, corpus: Path, rank: int, ranks: int) -> TrainLoader:
-    """The run's own loader over the trial's corpus."""
+def trial_steps(config: Config, corpus: Path, steps: int, rank: int = 0, ranks: int = 1) -> Iterator[StepBatch]:
+    """The first steps by a run's own loader over the trial's corpus."""
     train = config.train
-    samples = samples_of(Source.of("trial", IndexedCorpus(corpus), train.seq_len, config.run.seed))
-    return TrainLoader(
-        samples, global_batch=train.global_batch, micro_batch=train.micro_batch, seq_len=train.seq_len,
+    samples = samples_of(Source("trial", IndexedCorpus(corpus), config.run.seed), train.seq_len)
+    loader = TrainLoader(
+        samples, sizes=ramp_of(config).sizes, micro_batch=train.micro_batch,
         document_mask=config.data.document_mask, vocab_size=config.model.vocab_size or 0, prefetch=0,
         rank=rank, ranks=ranks,
     )  # fmt: skip
+    return loader.steps(ramp_of(config).plan(0, 0, steps))
 
 
 def _held_out(config: Config, corpus: Path, rank: int, ranks: int, group: int) -> Iterator[tuple[MicroBatch, ...]]:

@@ -11,8 +11,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from checkpoint.store import TOKENIZER, locate, model_tensors, read_state
-from data.tokenizer import Tokenizer
+from checkpoint.store import locate, model_tensors, read_state
+from data.byte_tokenizer import BYTES
+from data.tokenizer import Tokenizer, load_tokenizer
 from errors import DataRefused, exit_code_of
 from model.config import ModelConfig, MoEConfig, RopeScaling
 from model.transformer import Decoder
@@ -96,12 +97,13 @@ def _checkpoints(run: Path) -> Path:
 
 def _run(options: argparse.Namespace) -> None:
     checkpoint = locate(_checkpoints(options.run))
-    tokenizer = checkpoint / TOKENIZER
-    if not tokenizer.is_file():
+    state = read_state(checkpoint)
+    if state.tokenizer is None:
         raise DataRefused(f"{checkpoint} was trained without a known tokenizer: no text can be encoded for it")
+    tokenizer = state.tokenizer if state.tokenizer == BYTES else checkpoint / state.tokenizer
     text = continue_text(
-        load_model(checkpoint), Tokenizer(tokenizer), options.prompt,
-        count=options.tokens, context=read_state(checkpoint).config["train"]["seq_len"],
+        load_model(checkpoint), load_tokenizer(tokenizer), options.prompt,
+        count=options.tokens, context=state.config["train"]["seq_len"],
         temperature=options.temperature, top_k=options.top_k, seed=options.seed,
     )  # fmt: skip
     print(text)

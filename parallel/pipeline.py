@@ -141,37 +141,40 @@ class Stage(PipelineStage):
 
 
 class Pipeline:
-    """The stages of this rank under one schedule."""
+    """The stages of this rank under one schedule, which is made once for each number of micro-batches."""
 
     def __init__(
-        self, name: str, parts: Sequence[StageParts], stages: int, micro_batches: int, wire: Wire,
-        group: ProcessGroup | None, timed: Timed,
+        self, name: str, parts: Sequence[StageParts], stages: int, wire: Wire, group: ProcessGroup | None, timed: Timed,
     ) -> None:  # fmt: skip
-        kind = SCHEDULES[name]
+        self.kind, self.parts = SCHEDULES[name], parts
         self.order: list[Done] = []
-        self.stages = [Stage(each, stages, wire, group, timed, self.order) for each in parts]
-        self.first = any(stage.is_first for stage in self.stages)
-        self.last = any(stage.is_last for stage in self.stages)
-        self.numbers = torch.arange(micro_batches)
-        self.schedule = getattr(schedules, kind.torch_name)(
-            self.stages if kind.several else self.stages[0], micro_batches,
-            loss_fn=lambda output, target: output, scale_grads=False,
-        )  # fmt: skip
+        self.first = any(each.number == 0 for each in parts)
+        self.last = any(each.number == stages - 1 for each in parts)
+        self._stage = lambda each: Stage(each, stages, wire, group, timed, self.order)
+        self._made: dict[int, Any] = {}
 
-    def train(self) -> None:
+    def train(self, micro_batches: int) -> None:
         """Forward and backward of every micro-batch of a step."""
         self.order.clear()
-        self._run(self.schedule.step)
+        self._run(self._schedule(micro_batches).step, micro_batches)
 
     @torch.no_grad()
-    def evaluate(self) -> None:
-        """Forward alone, of as many micro-batches."""
-        self._run(self.schedule.eval)
+    def evaluate(self, micro_batches: int) -> None:
+        """Forward alone."""
+        self._run(self._schedule(micro_batches).eval, micro_batches)
 
-    def _run(self, work: Callable[..., object]) -> None:
-        inputs = (self.numbers,) if self.first else ()
+    def _schedule(self, micro_batches: int) -> Any:
+        """torch's schedule over stages of its own: their buffers are one a micro-batch."""
+        if micro_batches not in self._made:
+            stages = [self._stage(each) for each in self.parts]
+            self._made[micro_batches] = getattr(schedules, self.kind.torch_name)(
+                stages if self.kind.several else stages[0], micro_batches,
+                loss_fn=lambda output, target: output, scale_grads=False,
+            )  # fmt: skip
+        return self._made[micro_batches]
+
+    def _run(self, work: Callable[..., object], micro_batches: int) -> None:
+        numbers = torch.arange(micro_batches)
+        inputs = (numbers,) if self.first else ()
         losses: list[Tensor] | None = [] if self.last else None
-        work(
-            *inputs, mb=self.numbers, target=self.numbers if self.last else None, losses=losses,
-            return_outputs=False,
-        )  # fmt: skip
+        work(*inputs, mb=numbers, target=numbers if self.last else None, losses=losses, return_outputs=False)

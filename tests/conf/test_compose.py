@@ -48,8 +48,8 @@ WRONG = [
     ("ep=2", "did you mean `parallel.ep`", "parallel.ep=2"),
     ("parallel.cp_exchange=allgather", "did you mean all_gather", "parallel.cp_exchange=all_gather"),
     ("model.rope_scaling=3", "section", "model.rope_scaling.factor=8.0"),
-    ("data.sources.0.prefx=p", "did you mean prefix", "name, prefix"),
-    ("data.sources.0.prefix=p", "nothing gives the list", "data.sources=[{"),
+    ("data.sources.0.prefx=p", "did you mean prefix", "name, weight, prefix"),
+    ("data.sources.1.prefix=p", "fewer items", "data.sources=[{"),
     ("model=9b", "moe_nano, nano, qwen3_30b_a3b, 125m, 350m, 1b, 3b, 8b", "model=nano"),
     ("model=8B", "did you mean 8b", "model=8b"),
     ("model=[8b,9b]", "choices of model", "model="),
@@ -100,7 +100,7 @@ WRONG = [
     ("metrics.wandb_tags=one", "a list, each item text", "'metrics.wandb_tags=[TEXT]'"),
     ("metrics.wandb_tags=[1]", "must be text", "'1'"),
     ("data.sources=web", "a list, each item a mapping", "'data.sources=[{name"),
-    ("data.sources=[{name: web}]", "must be given", "prefix: TEXT"),
+    ("data.sources=[{prefix: web}]", "must be given", "name: TEXT"),
     ("data.sources=[{name: web, prefix: p, weigth: 1}]", "unknown key", "validation"),
     ("extra=3", "section of your own notes", "+extra.NAME=3"),
     ("+extra.x=[1,nan]", "finite", "quotes"),
@@ -141,7 +141,7 @@ def test_composing_writes_nothing_changes_no_logging_and_stays_in_its_folder(som
 
 def test_nothing_given_gives_the_repositorys_defaults() -> None:
     config = compose([])
-    assert (config.model.name, config.data.corpus, config.train.steps) == ("nano", "stdlib", 200)
+    assert (config.model.name, config.data.sources[0].corpus, config.train.steps) == ("nano", "stdlib", 200)
 
 
 def test_keys_groups_dicts_lists_and_notes_can_be_set() -> None:

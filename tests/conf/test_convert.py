@@ -102,6 +102,8 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
         found = st.lists(strategy(element(inner)), max_size=2).map(tuple)
     elif hasattr(inner, "__args__") and inner.__origin__ is Literal:
         found = st.sampled_from(inner.__args__)
+    elif inner.__args__[1] is float:
+        found = st.dictionaries(st.text("abc.:", max_size=4), strategy(float))
     else:
         found = st.dictionaries(st.text("abc.:", max_size=4), st.none() | st.booleans() | st.integers() | st.text())
     return st.none() | found if nullable else found

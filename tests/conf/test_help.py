@@ -45,7 +45,7 @@ def test_the_help_fits_100_columns() -> None:
 
 
 def test_defaults_are_those_of_a_run_without_overrides() -> None:
-    assert "train.steps=200 " in TEXT and "data.corpus=stdlib " in TEXT and "nano*" in TEXT
+    assert "train.steps=200 " in TEXT and "data.sources=" in TEXT and "nano*" in TEXT
 
 
 def test_a_users_choices_are_listed_too(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from conf.resolve import (
     total_steps,
 )
 from conf.schema import Config
-from conf.tree import element, leaves, optional
+from conf.tree import element, is_section, leaves, optional, own_leaves
 
 LEAVES = {key: leaf for key, leaf in leaves().items() if key != "extra"}
 OPTIONAL = ("model.rope_scaling", "model.moe")
@@ -45,6 +45,8 @@ def varied(key: str) -> Any:
         return ["x"]
     if element(kind) is int:
         return [1]
+    if element(kind) is not None and is_section(element(kind)) and key != "data.sources":
+        return [{leaf.key: 5 for leaf in own_leaves(element(kind)) if leaf.kind is int}]
     if key == "data.sources":
         return [{"name": "a", "prefix": "p"}]
     if key in OPTIONAL:

@@ -22,7 +22,18 @@ from conf.validate import RANGES, problems
 Found = Callable[..., list[Problem]]
 
 MOE = "model=moe_nano"
-SOURCE = "data.sources=[{name: web, prefix: p}]"
+A, TWO = "{name: a, prefix: p}", "data.sources=[{name: a, prefix: p}, {name: b, prefix: q}]"
+
+
+def pair(*weights: float) -> str:
+    """Two sources with weights."""
+    return (
+        "data.sources=["
+        + ", ".join(f"{{name: {n}, prefix: p, weight: {w}}}" for n, w in zip("ab", weights, strict=True))
+        + "]"
+    )
+
+
 BROKEN = [
     # overrides, key, part of the rule, part of the fix
     (["train.steps=0"], "train.steps", "at least 1", "train.steps=1"),
@@ -55,12 +66,36 @@ BROKEN = [
     (["lr_schedule.decay_share=0"], "lr_schedule.decay_share", "above 0", "0.2"),
     (["data.held_out=0.6"], "data.held_out", "at most 0.5", "0.02"),
     (["data.vocab_size=511"], "data.vocab_size", "at least 512", "8192"),
-    (["data=indexed"], "data.sources", "neither", "data=stdlib"),
-    ([SOURCE], "data.corpus", "one or the other", "data=indexed"),
-    (["data.corpus=sdtlib"], "data.corpus", "did you mean stdlib", "data.corpus=stdlib"),
-    (["data.tokenizer=t.model"], "data.tokenizer", "goes with data.sources", "leave it out"),
+    (["data=indexed"], "data.sources", "at least one source", "data=stdlib"),
+    (["data.sources.0.corpus=sdtlib"], "data.sources[0].corpus", "did you mean stdlib", "stdlib"),
+    (["data.sources=[{name: a}]"], "data.sources[0]", "exactly one of prefix, corpus, input, dataset", "prefix: PATH"),
+    (["data.sources.0.prefix=p"], "data.sources[0]", "not prefix and corpus", "give one"),
+    (["data.sources=[{name: a b, prefix: p}]"], "data.sources[0].name", "letters", "name: a-b"),
+    (["data.sources.0.validation=p"], "data.sources[0].validation", "data.held_out", "leave it out"),
+    (["data.sources.0.subset=en"], "data.sources[0].subset", "goes with dataset", "leave it out"),
+    (["data.sources.0.max_documents=0"], "data.sources[0].max_documents", "at least 1", "null"),
+    ([f"data.sources=[{A}, {{name: b, corpus: sotu}}]"], "data.tokenizer", "ids of those", "tokenizer of the prefixes"),
+    ([f"data.sources=[{A}, {{name: b, prefix: q, weight: 1}}]"], "data.sources", "a has none", "or none"),
+    ([pair(0.6, 0.3)], "data.sources", "must add up to 1, not to 0.9", "a: 0.6667, b: 0.3333"),
+    ([pair(1, -1)], "data.sources", "at least 0", "write weights"),
+    ([pair(0, 0)], "data.sources", "one of them above", "write weights"),
+    ([pair(1, 2), "data.temperature=2"], "data.temperature", "gives them weights itself", "one of the two"),
+    (["data.temperature=0"], "data.temperature", "above 0", "null"),
+    ([TWO, "data.phases=[{weights: {a: 1}}, {weights: {b: 1}}]"], "data.phases[0].tokens", "only the last", ": N"),
+    ([TWO, "data.phases=[{tokens: 9}, {}]"], "data.phases[0].tokens", "one sample of train.seq_len=256", "tokens: 256"),
+    ([TWO, "data.phases=[{weights: {aa: 1}}]"], "data.phases[0].weights", "did you mean a", "name the sources"),
+    ([TWO, "data.phases=[{weights: {}}]"], "data.phases[0].weights", "names no source", "null"),
+    ([TWO, "data.phases=[{weights: {a: 0.5, b: 0.4}}]"], "data.phases[0].weights", "add up to 1", "a: 0.5556"),
+    ([TWO, "data.phases=[{weights: {a: x}}]"], "data.phases[0].weights.a", "must be a finite number", "0.001"),
+    ([TWO, "data.phases=[{weights: 3}]"], "data.phases[0].weights", "names, each with a finite number", "NAME"),
+    ([TWO, "data.phases=[{weights: {a: 1}}]", "data.temperature=2"], "data.temperature", "weights of its own", "out"),
+    (["train.batch_ramp=[{tokens: 0, global_batch: 4}]"], "train.batch_ramp[0].tokens", "at least 1", "tokens: 1"),
+    (["train.batch_ramp=[{tokens: 1000, global_batch: 3}]", "train.micro_batch=2"], "train.batch_ramp[0].global_batch",
+     "train.global_batch=3 must be a multiple", "suits the layout"),
+    (["train.skip_steps=[{first: 5, last: 4}]"], "train.skip_steps[0]", "not behind the last", "first: 5"),
+    (["train.skip_steps=[{first: 201}]"], "train.skip_steps[0]", "the run's 200", "last: N"),
     (["data=indexed", "data.sources=[{name: '', prefix: p}]"], "data.sources[0].name", "empty", "web"),
-    (["data=indexed", "data.sources=[{name: a, prefix: ''}]"], "data.sources[0].prefix", "empty", "path"),
+    (["data=indexed", "data.sources=[{name: a, prefix: ''}]"], "data.sources[0].prefix", "empty", "PATH"),
     (["data=indexed", "data.sources=[{name: a, prefix: p.bin}]"], "data.sources[0].prefix", "without", ": p"),
     (["run.name=a/b"], "run.name", "no /", "run.name=a-b"),
     (["run.name=.."], "run.name", ". or ..", "run.name=mine"),
@@ -116,7 +151,10 @@ KEPT = [
     ["train.stop_at=200"], ["train.tokens=300000"], ["model.head_dim=30", "model.hidden=250"],
     ["checkpoint.allow=[optim.*, data.sources]"], ["data.held_out=0"],
     ["extra.tokenizer_note=x", "extra.monkey=1"],
-    ["data=indexed", SOURCE, "data.tokenizer=t.model"], ["checkpoint.resume=runs/x"], ["optim.clip=0"],
+    ["data=indexed", TWO, "data.tokenizer=t.model"], [pair(0.6, 0.4)],
+    [pair(7, 3)], ["train.batch_ramp=[{tokens: 1, global_batch: 4}]"],
+    [TWO, "data.temperature=2", "data.phases=[{tokens: 512, weights: {a: 1}}, {}]"],
+    ["checkpoint.resume=runs/x"], ["optim.clip=0"],
     ["precision.matmul=high"], ["train.recompute=every_n", "train.recompute_n=1"], ["train.recompute_n=3"],
     ["parallel.vpp=1"], ["parallel.zero=0"], ["parallel.zero=3"], ["train.recompute=selective"],
     ["lr_schedule.warmup=0", "train.steps=1"], ["run.name=my-run_1.0"],
@@ -216,11 +254,10 @@ def test_no_number_of_the_schema_makes_the_rules_stumble(found: Found, value: in
     assert named >= {rule.key for rule in RANGES if not rule.holds(value)}
 
 
-def test_source_names_must_differ_and_only_one_source_is_taken(found: Found) -> None:
+def test_source_names_must_differ(found: Found) -> None:
     sources = "data.sources=[{name: a, prefix: p}, {name: a, prefix: q}]"
     rules = [each.rule for each in found("data=indexed", sources)]
     assert any("has this name already" in rule for rule in rules)
-    assert any("one source" in rule for rule in rules)
 
 
 def test_a_secret_is_never_shown(found: Found) -> None:

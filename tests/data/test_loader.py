@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.config import StepRange
 from data.indexed import IndexedCorpus
 from data.loader import IGNORE, MicroBatch, StepBatch, TrainLoader, validation_batches
 from data.order import SampleOrder
+from data.ramp import PlannedStep, Ramp
 from data.samples import Phase, Samples, Source, samples_of
 from errors import DataRefused
 
@@ -28,9 +30,12 @@ documents_of_ids = st.lists(ids, min_size=2, max_size=20)
 
 
 def loader(corpus: IndexedCorpus, seq_len: int = 8, seed: int = 0, **options: Any) -> TrainLoader:
-    samples = samples_of(Source.of("web", corpus, seq_len, seed))
-    usual = {"global_batch": 4, "micro_batch": 2, "document_mask": True, "vocab_size": VOCAB, "prefetch": 2}
-    return TrainLoader(samples, seq_len=seq_len, **{**usual, **options})
+    usual = {"sizes": (4,), "micro_batch": 2, "document_mask": True, "vocab_size": VOCAB, "prefetch": 2}
+    return TrainLoader(samples_of(Source("web", corpus, seed), seq_len), **{**usual, **options})
+
+
+def planned(first: int, last: int, size: int = 4) -> Iterator[PlannedStep]:
+    return Ramp(size).plan(first, 0, (last - first) // size)
 
 
 def plain(documents: Sequence[Sequence[int]], starts: Sequence[int], seq_len: int, mask: bool) -> dict[str, list[int]]:
@@ -69,7 +74,7 @@ def test_a_step_is_what_a_plain_reading_gives(
     corpus = make_corpus(documents)
     order = SampleOrder(corpus.tokens, seq_len, 0, "web")
     with loader(corpus, seq_len, document_mask=mask, prefetch=0) as train:
-        (step,) = train.steps(first, first + 4)
+        (step,) = train.steps(planned(first, first + 4))
     halves = (range(first, first + 2), range(first + 2, first + 4))
     for batch, samples in zip(step.micro_batches, halves, strict=True):
         expected = plain(documents, [order.start(sample) for sample in samples], seq_len, mask)
@@ -82,7 +87,7 @@ def test_a_step_is_what_a_plain_reading_gives(
 
 def test_tensors_have_the_promised_types(make_corpus: MakeCorpus) -> None:
     with loader(make_corpus(DOCUMENTS)) as train:
-        batch = next(train.steps(0, 4)).micro_batches[0]
+        batch = next(train.steps(planned(0, 4))).micro_batches[0]
     assert [getattr(batch, field).dtype for field in FIELDS] == [torch.int64] * 3
     assert [getattr(batch, field).shape for field in FIELDS] == [(16,)] * 3
     assert batch.cu_seqlens.dtype == torch.int32
@@ -93,8 +98,8 @@ def test_the_micro_batch_size_changes_nothing_but_the_cut(make_corpus: MakeCorpu
     corpus = make_corpus(DOCUMENTS)
     steps = {}
     for size in (1, 2, 3, 6):
-        with loader(corpus, global_batch=6, micro_batch=size, document_mask=mask) as train:
-            steps[size] = list(train.steps(0, 60))
+        with loader(corpus, sizes=(6,), micro_batch=size, document_mask=mask) as train:
+            steps[size] = list(train.steps(planned(0, 60, 6)))
     for size in (2, 3, 6):
         assert all(joined(steps[size], field) == joined(steps[1], field) for field in FIELDS)
         for step, single in zip(steps[size], steps[1], strict=True):
@@ -107,8 +112,8 @@ def test_the_micro_batch_size_changes_nothing_but_the_cut(make_corpus: MakeCorpu
 def test_resuming_anywhere_gives_the_same_tail(make_corpus: MakeCorpus, done: int, seed: int, prefetch: int) -> None:
     corpus = make_corpus(DOCUMENTS)
     with loader(corpus, seed=seed) as whole, loader(corpus, seed=seed, prefetch=prefetch) as resumed:
-        expected = list(whole.steps(0, 120))[done:]
-        tail = list(resumed.steps(4 * done, 120))
+        expected = list(whole.steps(planned(0, 120)))[done:]
+        tail = list(resumed.steps(planned(4 * done, 120)))
     assert [step.samples for step in tail] == [step.samples for step in expected]
     assert all(joined(tail, field) == joined(expected, field) for field in FIELDS)
 
@@ -121,8 +126,8 @@ def test_an_epoch_predicts_every_token_once_except_what_is_left_out(
     corpus = make_corpus([list(range(VOCAB))])  # a token is its own position
     order = SampleOrder(corpus.tokens, 8, seed, "web")
     count = order.samples_per_epoch
-    with loader(corpus, seed=seed, global_batch=1, micro_batch=1, prefetch=0) as train:
-        targets = joined(list(train.steps(epoch * count, (epoch + 1) * count)), "labels")
+    with loader(corpus, seed=seed, sizes=(1,), micro_batch=1, prefetch=0) as train:
+        targets = joined(list(train.steps(planned(epoch * count, (epoch + 1) * count, 1))), "labels")
     assert len(targets) == len(set(targets)) == VOCAB - order.uncovered - 1
 
 
@@ -151,7 +156,7 @@ def test_an_id_outside_the_vocabulary_is_refused_with_its_position(make_corpus: 
         loader(make_corpus([ids]), prefetch=prefetch) as train,
         pytest.raises(DataRefused, match=f"position 222 is {VOCAB}.*0 to {VOCAB - 1}"),
     ):
-        list(train.steps(0, 48))
+        list(train.steps(planned(0, 48)))
 
 
 def test_an_id_that_is_only_a_target_is_checked_too(make_corpus: MakeCorpus) -> None:
@@ -167,7 +172,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_to_the_consumer_as_it_is(
 
     corpus = make_corpus(DOCUMENTS)
     train = loader(corpus)
-    steps = train.steps(0, 40)
+    steps = train.steps(planned(0, 40))
     first = next(steps)
 
     def fail(start: int, stop: int) -> None:
@@ -183,11 +188,11 @@ def test_what_goes_wrong_in_the_thread_is_raised_to_the_consumer_as_it_is(
 def test_a_consumer_that_stops_early_leaves_no_thread(make_corpus: MakeCorpus) -> None:
     corpus = make_corpus(DOCUMENTS)
     with loader(corpus) as train:
-        steps = train.steps(0, 4000)
+        steps = train.steps(planned(0, 4000))
         next(steps)
         assert data_threads()
     assert not data_threads()
-    steps = train.steps(0, 4000)
+    steps = train.steps(planned(0, 4000))
     next(steps)
     assert data_threads()
     del steps
@@ -196,17 +201,17 @@ def test_a_consumer_that_stops_early_leaves_no_thread(make_corpus: MakeCorpus) -
 
 def test_a_closed_loader_ends_its_iteration_and_can_start_again(make_corpus: MakeCorpus) -> None:
     with loader(make_corpus(DOCUMENTS)) as train:
-        steps = train.steps(0, 4000)
+        steps = train.steps(planned(0, 4000))
         next(steps)
         train.close()
         assert list(steps) == []
-        assert [step.samples for step in train.steps(8, 16)] == [range(8, 12), range(12, 16)]
+        assert [step.samples for step in train.steps(planned(8, 16))] == [range(8, 12), range(12, 16)]
 
 
 def test_waiting_is_measured_and_taken_once(make_corpus: MakeCorpus) -> None:
     with loader(make_corpus(DOCUMENTS), prefetch=0) as train:
         assert train.take_wait() == 0
-        waits = [train.wait_seconds for _ in train.steps(0, 40)]
+        waits = [train.wait_seconds for _ in train.steps(planned(0, 40))]
         assert waits[0] > 0
         assert all(later > earlier for earlier, later in itertools.pairwise(waits))
         assert train.take_wait() >= waits[-1]
@@ -225,9 +230,9 @@ def test_for_a_gpu_every_tensor_is_pinned_by_the_thread_that_makes_it(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     with loader(make_corpus(DOCUMENTS), pin=True) as source:
-        found = list(source.steps(0, 8))
+        found = list(source.steps(planned(0, 8)))
     with loader(make_corpus(DOCUMENTS)) as source:
-        plain_steps = list(source.steps(0, 8))
+        plain_steps = list(source.steps(planned(0, 8)))
     for field in (*FIELDS, "cu_seqlens"):
         assert joined(found, field) == joined(plain_steps, field)
         for batch in (batch for step in found for batch in step.micro_batches):
@@ -241,12 +246,6 @@ def test_sizes_that_do_not_fit_are_refused(make_corpus: MakeCorpus, options: dic
         loader(make_corpus(DOCUMENTS), **options)
 
 
-def test_samples_of_another_length_are_refused(make_corpus: MakeCorpus) -> None:
-    samples = samples_of(Source.of("web", make_corpus(DOCUMENTS), 16, 0))
-    with pytest.raises(ValueError, match="the samples of web are not of 8 tokens"):
-        TrainLoader(samples, global_batch=4, micro_batch=2, seq_len=8, document_mask=True, vocab_size=VOCAB)
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abc"), st.integers(1, 5), min_size=2),
@@ -258,12 +257,12 @@ def test_a_mixtures_steps_hold_the_same_samples_on_any_number_of_ranks(
 ) -> None:
     ranks, micro_batch = cut
     corpora = {name: make_corpus([[at * 3 + ord(name) for at in range(200)]] * 2) for name in counts}
-    samples = Samples([Source.of(name, each, 8, 1) for name, each in corpora.items()], [Phase(0, counts)])
-    usual: dict[str, Any] = {"global_batch": 4, "seq_len": 8, "document_mask": True, "vocab_size": VOCAB}
+    samples = Samples([Source(name, each, 1) for name, each in corpora.items()], [Phase(0, counts, 8)])
+    usual: dict[str, Any] = {"sizes": (4,), "document_mask": True, "vocab_size": VOCAB}
     parts = []
     for rank in range(ranks):
         with TrainLoader(samples, micro_batch=micro_batch, rank=rank, ranks=ranks, **usual) as source:
-            parts.append(list(source.steps(4 * done, 32)))
+            parts.append(list(source.steps(planned(4 * done, 32))))
     for number, steps in enumerate(zip(*parts, strict=True)):
         batches = [batch for step in steps for batch in step.micro_batches]
         rows = {tuple(row) for batch in batches for row in batch.tokens.view(-1, 8).tolist()}
@@ -274,9 +273,13 @@ def test_a_mixtures_steps_hold_the_same_samples_on_any_number_of_ranks(
         assert rows == wanted
 
 
-def test_a_broken_step_is_refused(make_corpus: MakeCorpus) -> None:
-    with pytest.raises(DataRefused, match=r"samples 0 to 6.*train.global_batch=4"):
-        loader(make_corpus(DOCUMENTS)).steps(0, 6)
+def test_a_step_that_is_passed_over_is_not_read(make_corpus: MakeCorpus) -> None:
+    plan = Ramp(4).plan(8, 2, 6, [StepRange(4, 5)])
+    with loader(make_corpus(DOCUMENTS)) as train:
+        steps = list(train.steps(plan))
+    assert [(step.samples.start, len(step.micro_batches), step.passed_over) for step in steps] == [
+        (8, 2, False), (12, 0, True), (16, 0, True), (20, 2, False)
+    ]  # fmt: skip
 
 
 def validation(

@@ -1,278 +1,240 @@
-"""Data is ready once, whole, and recognised again."""
+"""The command python -m data.prepare, as people use it: flags, refusals, kills."""
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import fcntl
-import itertools
+import io
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+import sentencepiece
 
-from data.config import DataConfig, SourceConfig
-from data.indexed import IndexedCorpus
-from data.prepare import ReadyData, ready
-from data.stdlib import collect, shuffled, split
-from data.tokenizer import Tokenizer, train_sentencepiece
-from data.writer import CorpusWriter
-from errors import DataRefused
+from data import prepare as command
+from tests.conftest import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "data.prepare"]
 
 
-def config(cache: Path, **changes: Any) -> DataConfig:
-    small = DataConfig(corpus="stdlib", cache=str(cache), vocab_size=320, held_out=0.2)
-    return dataclasses.replace(small, **changes)
+def write_jsonl(folder: Path, shards: int, lines: int, words: int = 60) -> str:
+    """Files of documents of some `words` words each; their pattern."""
+    folder.mkdir()
+    for shard in range(shards):
+        rng = random.Random(shard)
+        texts = (" ".join(str(rng.randrange(10**6)) for _ in range(rng.randrange(1, 2 * words))) for _ in range(lines))
+        (folder / f"{shard}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(folder / "*.jsonl")
 
 
-def quiet(line: str) -> None:
-    """Says nothing."""
+def arguments(pattern: str, output: Path, workers: int = 2) -> list[str]:
+    """Everything at once: two workers, a split, no duplicates."""
+    return [
+        "--input", pattern, "--tokenizer", "bytes", "--output", f"{output}/train", "--validation", f"{output}/held",
+        "--held-out", "0.1", "--deduplicate", "--workers", str(workers),
+    ]  # fmt: skip
 
 
-def prepare(cache: Path, library: Path, **changes: Any) -> ReadyData:
-    return ready(config(cache, **changes), quiet, root=library)
-
-
-def in_process(cache: Path, library: Path, before: str = "") -> subprocess.Popen[str]:
-    """The same preparation in a process of its own; `before` runs in it first."""
-    code = (
-        f"from pathlib import Path\nfrom data.config import DataConfig\nimport data.prepare\n{before}\n"
-        f"data.prepare.ready(DataConfig(corpus='stdlib', cache={str(cache)!r}, vocab_size=320, "
-        f"held_out=0.2), print, root=Path({str(library)!r}))"
-    )
-    return subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_the_prepared_corpus_holds_every_document_once_split_and_shuffled(tmp_path: Path, fake_library: Path) -> None:
-    data = prepare(tmp_path / "cache", fake_library)
-    assert data.tokenizer is not None and data.source.validation is not None
-    tokenizer = Tokenizer(data.tokenizer)
-    texts: dict[str, list[str]] = {}
-    for prefix in (data.source.train, data.source.validation):
-        corpus = IndexedCorpus(prefix)
-        ids = corpus.read(0, corpus.tokens).tolist()
-        starts = [0, *corpus.borders(0, corpus.tokens).tolist(), corpus.tokens]
-        documents = [ids[start:stop] for start, stop in itertools.pairwise(starts)]
-        assert all(document[-1] == tokenizer.eod for document in documents)
-        texts[prefix.name] = [tokenizer.decode(document) for document in documents]
-    training, validation = split(collect(fake_library), held_out=0.2)
-    assert texts["train"] == [document.text for document in shuffled(training, seed=0)]
-    assert texts["validation"] == [document.text for document in validation]
-
-
-def test_the_report_tells_vocabulary_entropy_and_bytes(tmp_path: Path, fake_library: Path) -> None:
-    data = prepare(tmp_path / "cache", fake_library)
-    told = json.loads(Path(f"{data.source.train}.json").read_text())
-    assert data.vocab_size == told["vocab_size"] == 320
-    assert data.bytes_per_token == told["bytes_of_text"] / told["tokens"]
-    assert 2 < data.unigram_entropy < 6
-
-
-def test_preparing_twice_gives_the_same_files(tmp_path: Path, fake_library: Path) -> None:
-    first, second = (prepare(tmp_path / name, fake_library) for name in "ab")
-    assert first.fingerprint == second.fingerprint
-    assert content(first.source.train.parent) == content(second.source.train.parent)
-    assert len(content(first.source.train.parent)) == 7
-
-
-def test_a_second_call_finds_what_is_there(tmp_path: Path, fake_library: Path) -> None:
-    first = prepare(tmp_path, fake_library)
-    before = first.source.train.parent.stat().st_mtime_ns
-    lines: list[str] = []
-    assert ready(config(tmp_path), lines.append, root=fake_library) == first
-    assert lines == [] and first.source.train.parent.stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize("change", [{"vocab_size": 330}, {"held_out": 0.3}, {"shuffle_seed": 1}])
-def test_a_setting_that_matters_changes_the_fingerprint(
-    tmp_path: Path, fake_library: Path, change: dict[str, Any]
-) -> None:
-    changed = prepare(tmp_path, fake_library, **change)
-    assert changed.fingerprint != prepare(tmp_path, fake_library).fingerprint
-
-
-@pytest.mark.parametrize("change", [{"prefetch": 5}, {"document_mask": False}, {"name": "other"}])
-def test_a_setting_that_does_not_matter_keeps_it(tmp_path: Path, fake_library: Path, change: dict[str, Any]) -> None:
-    changed = prepare(tmp_path, fake_library, **change)
-    assert changed.fingerprint == prepare(tmp_path, fake_library).fingerprint
-
-
-def test_a_changed_document_changes_the_fingerprint(tmp_path: Path, fake_library: Path) -> None:
-    before = prepare(tmp_path, fake_library).fingerprint
-    (fake_library / "package0" / "module0.py").write_text("x = 1\n")
-    assert prepare(tmp_path, fake_library).fingerprint != before
-
-
-def test_without_held_out_documents_there_is_no_validation(tmp_path: Path, fake_library: Path) -> None:
-    assert prepare(tmp_path, fake_library, held_out=0.0).source.validation is None
-
-
-def test_of_processes_at_once_one_prepares_and_the_others_wait(tmp_path: Path, fake_library: Path) -> None:
-    slow = (
-        "import time; train = data.prepare.train_sentencepiece\n"
-        "data.prepare.train_sentencepiece = lambda *given: (time.sleep(0.5), train(*given))[1]"
-    )
-    processes = [in_process(tmp_path / "cache", fake_library, slow) for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
-    assert sum("prepared" in output for output in outputs) == 1
-    assert all("prepared" in output or "waiting" in output or not output for output in outputs)
-    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
-
-
-def test_a_killed_process_leaves_nothing_that_is_trusted_or_in_the_way(tmp_path: Path, fake_library: Path) -> None:
-    cache = tmp_path / "cache"
-    stuck = "import time\ndata.prepare._encode = lambda *given: time.sleep(600)"
-    holder = in_process(cache, fake_library, stuck)
-    deadline = time.monotonic() + 60
-    while not list(cache.glob(".*.tmp/tokenizer.model")):
-        assert time.monotonic() < deadline and holder.poll() is None
-        time.sleep(0.02)
-    waiting = in_process(cache, fake_library)
-    assert waiting.stdout is not None
-    assert f"process {holder.pid}" in waiting.stdout.readline()  # says whom it waits for
-    assert [path for path in cache.iterdir() if not path.name.startswith(".")] == []
-    holder.send_signal(signal.SIGKILL)
-    holder.communicate()
-    output, _ = waiting.communicate(timeout=60)
-    assert waiting.returncode == 0 and "prepared" in output
-    assert list(cache.glob(".*.tmp")) == []
-    prepare(cache, fake_library)
-
-
-def test_a_full_disk_is_refused_and_leaves_nothing_behind(
-    tmp_path: Path, fake_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataRefused, match=r"cannot be written.*No space left.*data.cache"):
-        prepare(tmp_path / "cache", fake_library)
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
-def no_locks(descriptor: int, operation: int) -> None:
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-
-def test_where_the_file_system_has_no_locks_the_process_prepares_and_says_so(
-    tmp_path: Path, fake_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    lines: list[str] = []
-    data = ready(config(tmp_path), lines.append, root=fake_library)
-    assert IndexedCorpus(data.source.train).documents > 10
-    assert any("has no locks" in line for line in lines)
-
-
-def test_without_locks_a_process_that_was_overtaken_uses_the_others_work(
-    tmp_path: Path, fake_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished: list[Path] = []
-
-    def overtaken(*given: Any) -> Tokenizer:
-        monkeypatch.setattr("data.prepare.train_sentencepiece", train_sentencepiece)
-        finished.append(prepare(tmp_path, fake_library).source.train.parent)
-        return train_sentencepiece(*given)
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr("data.prepare.train_sentencepiece", overtaken)
-    assert prepare(tmp_path, fake_library).source.train.parent == finished[0]
-    assert list(tmp_path.glob(".*.tmp")) == []
-
-
-def test_a_cache_that_cannot_be_made_is_refused(tmp_path: Path, fake_library: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataRefused, match=r"data cache .*file/cache cannot be written"):
-        prepare(tmp_path / "file" / "cache", fake_library)
-
-
-@pytest.mark.parametrize("name", ["train.bin", "train.json", "validation.idx", "tokenizer.model"])
-def test_a_prepared_folder_that_lost_a_file_is_refused_with_the_way_out(
-    tmp_path: Path, fake_library: Path, name: str
-) -> None:
-    folder = prepare(tmp_path, fake_library).source.train.parent
-    (folder / name).unlink()
-    with pytest.raises(DataRefused, match=f"{name}.*delete {folder} and start again"):
-        prepare(tmp_path, fake_library)
-
-
-def foreign(prefix: Path, documents: list[list[int]], described: bool = False) -> SourceConfig:
-    with CorpusWriter(prefix, "uint16") as writer:
-        for document in documents:
-            writer.add_document(document)
-        writer.finish(tokenizer="f00d" * 16, vocab_size=600, bytes_of_text=40)
-    if not described:
-        Path(f"{prefix}.json").unlink()
-    return SourceConfig("web", str(prefix))
-
-
-def test_a_corpus_made_elsewhere_takes_the_models_vocabulary(tmp_path: Path) -> None:
-    source = foreign(tmp_path / "web", [[1, 2], [1, 2, 1, 2]])
-    data = ready(DataConfig(sources=(source,)), quiet, model_vocab=500)
-    assert (data.vocab_size, data.tokenizer, data.bytes_per_token) == (500, None, None)
-    assert data.unigram_entropy == pytest.approx(0.6931, abs=1e-4)
-    assert (data.source.name, data.source.train, data.source.validation) == ("web", tmp_path / "web", None)
-
-
-def test_a_corpus_with_a_json_tells_its_own_vocabulary(tmp_path: Path) -> None:
-    source = foreign(tmp_path / "web", [[1, 2], [3]], described=True)
-    data = ready(DataConfig(sources=(source,)), quiet)
-    assert (data.vocab_size, data.bytes_per_token) == (600, 40 / 3)
-
-
-def test_a_changed_corpus_under_the_same_name_has_another_fingerprint(tmp_path: Path) -> None:
-    prints = set()
-    for last in (2, 3):
-        source = foreign(tmp_path / "web", [[1, last]])
-        prints.add(ready(DataConfig(sources=(source,)), quiet, model_vocab=500).fingerprint)
-    assert len(prints) == 2
-
-
-def refusals(folder: Path, cache: Path, library: Path) -> dict[str, tuple[DataConfig, int | None, str]]:
-    source = foreign(folder / "web", [[1, 2, 650]])
-    described = foreign(folder / "code", [[1, 2]], described=True)
-    missing = SourceConfig("web", str(folder / "none"))
-    tokenizer = str(prepare(cache, library).tokenizer)
-    both = dataclasses.replace(source, validation=missing.prefix)
+def result(output: Path) -> dict[str, bytes]:
+    """Every file that is left, but the report (it tells times) and the lock."""
     return {
-        "nothing": (DataConfig(), None, "there is no data: set data.corpus=stdlib"),
-        "both": (DataConfig(corpus="stdlib", sources=(source,)), None, "are both set"),
-        "two sources": (DataConfig(sources=(source, described)), 700, "mixtures of several sources are not"),
-        "unknown corpus": (DataConfig(corpus="news"), None, "news is unknown: it must be one of stdlib"),
-        "own tokenizer": (DataConfig(corpus="stdlib", tokenizer="x"), None, "trains its own"),
-        "no vocabulary": (DataConfig(sources=(source,)), None, "vocabulary of .*web is unknown"),
-        "id outside": (DataConfig(sources=(source,)), 600, "position 2 is 650"),
-        "missing": (DataConfig(sources=(missing,)), 600, "none.idx does not exist"),
-        "missing validation": (DataConfig(sources=(both,)), 700, "none.idx does not exist"),
-        "other tokenizer": (DataConfig(sources=(described,), tokenizer=tokenizer), None, "ids would mean"),
-        "model too small": (DataConfig(sources=(described,)), 599, "has 600 entries, but the model only 599"),
+        path.name: path.read_bytes()
+        for path in output.iterdir()
+        if path.suffix != ".lock" and "report" not in path.name
     }
 
 
-def test_what_cannot_work_is_refused_in_words(tmp_path: Path, fake_library: Path) -> None:
-    for settings, model_vocab, message in refusals(tmp_path, tmp_path / "cache", fake_library).values():
-        with pytest.raises(DataRefused, match=message):
-            ready(settings, quiet, model_vocab=model_vocab)
+def run(pattern: str, output: Path, workers: int = 2) -> subprocess.CompletedProcess[str]:
+    given = [*COMMAND, *arguments(pattern, output, workers)]
+    return subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_a_json_of_other_files_is_refused(tmp_path: Path) -> None:
-    source = foreign(tmp_path / "web", [[1, 2]], described=True)
-    described = (tmp_path / "web.json").read_text()
-    foreign(tmp_path / "web", [[1, 2, 3]])
-    (tmp_path / "web.json").write_text(described)
-    with pytest.raises(DataRefused, match=r"web.json tells of .*belongs to other files"):
-        ready(DataConfig(sources=(source,)), quiet)
+def killed_and_finished(pattern: str, output: Path, kills: int, seconds: float, rng: random.Random) -> list[int]:
+    """Kills the command `kills` times at random moments within `seconds` of its start, the number of workers changing;
+    then lets it finish. Returns the exit codes."""
+    codes = []
+    for number in range(kills):
+        process = subprocess.Popen(
+            [*COMMAND, *arguments(pattern, output, 1 + number % 3)], cwd=ROOT, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        time.sleep(rng.uniform(0, seconds))
+        process.kill()
+        codes.append(process.wait())
+    finished = run(pattern, output)
+    assert finished.returncode == 0, finished.stderr
+    return codes
+
+
+def check_kills(tmp_path: Path, kills: int, shards: int, lines: int) -> None:
+    pattern = write_jsonl(tmp_path / "texts", shards, lines)
+    began = time.monotonic()
+    assert run(pattern, tmp_path / "whole").returncode == 0
+    seconds = time.monotonic() - began
+    seed = time.time_ns()
+    codes = killed_and_finished(pattern, tmp_path / "killed", kills, seconds, random.Random(seed))
+    assert -signal.SIGKILL in codes
+    assert result(tmp_path / "killed") == result(tmp_path / "whole"), f"another result with the moments of seed {seed}"
+
+
+def test_killed_at_random_moments_it_goes_on_and_makes_the_same_files(tmp_path: Path) -> None:
+    check_kills(tmp_path, kills=3, shards=6, lines=1500)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("attempt", range(5))
+def test_killed_ten_times_it_goes_on_and_makes_the_same_files(tmp_path: Path, attempt: int) -> None:
+    check_kills(tmp_path, kills=10, shards=20, lines=5000)
+
+
+def test_two_at_once_make_it_once(tmp_path: Path) -> None:
+    pattern = write_jsonl(tmp_path / "texts", 2, 400)
+    given = [*COMMAND, *arguments(pattern, tmp_path / "out", 1)]
+    both = [subprocess.Popen(given, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert ["is done already" in words for words in said].count(True) == 1
+
+
+def test_stopped_by_a_signal_it_says_that_nothing_is_lost(tmp_path: Path) -> None:
+    pattern = write_jsonl(tmp_path / "texts", 8, 2500)
+    process = subprocess.Popen(
+        [*COMMAND, *arguments(pattern, tmp_path / "out")], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    while not list(tmp_path.glob("out/train.work/*.json")):
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert "the same command goes on from here" in process.communicate(timeout=60)[1]
+    assert process.returncode == 75
+    assert run(pattern, tmp_path / "out").returncode == 0
+
+
+def test_it_prints_a_report_and_the_line_that_trains_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = write_jsonl(tmp_path / "texts", 2, 50)
+    assert command.main(arguments(pattern, tmp_path / "out", workers=1)) == 0
+    printed = capsys.readouterr().out
+    assert "training    " in printed
+    assert "duplicates  0 dropped" in printed
+    assert (
+        f"python train.py data=indexed 'data.sources=[{{name: train, prefix: {tmp_path}/out/train, validation: "
+        f"{tmp_path}/out/held}}]' data.tokenizer=bytes" in printed
+    )
+    assert command.main(arguments(pattern, tmp_path / "out", workers=1)) == 0
+    assert "is done already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--input", "MISSING/*.jsonl"], "matches no file"),
+        (["--column", "content"], "content"),
+        (["--tokenizer", "MISSING.model"], "cannot be read"),
+        (["--output", "/proc/nowhere/train"], "cannot be written"),
+        (["--min-bytes", "1000000"], "there is no text to prepare (too short: 100"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words_with_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], words: str
+) -> None:
+    pattern = write_jsonl(tmp_path / "texts", 2, 50)
+    given = ["--input", pattern, "--tokenizer", "bytes", "--output", str(tmp_path / "out"), "--workers", "1", *changes]
+    assert command.main(given) == 3
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("out.bin"))
+
+
+def test_a_file_that_cannot_be_read_is_refused_unless_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern = write_jsonl(tmp_path / "texts", 2, 50)
+    (tmp_path / "texts" / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 no gzip")
+    given = [
+        "--input",
+        str(tmp_path / "texts"),
+        "--tokenizer",
+        "bytes",
+        "--output",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+    ]
+    assert pattern
+    assert command.main(given) == 3
+    said = capsys.readouterr().err
+    assert "cut.jsonl.gz" in said
+    assert "--allow-unreadable" in said
+    assert command.main([*given, "--allow-unreadable"]) == 0
+    assert "unreadable" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "one of the arguments --input --dataset --corpus is required"),
+        (["--corpus", "stdlib", "--subset", "x"], "--subset is for --dataset"),
+        (["--corpus", "stdlib", "--streaming"], "--streaming is for --dataset"),
+        (["--corpus", "stdlib", "--format", "text"], "--format is for --input"),
+        (["--corpus", "stdlib", "--held-out", "0.1"], "--held-out needs --validation"),
+    ],
+)
+def test_flags_that_do_not_go_together_end_with_code_2(
+    capsys: pytest.CaptureFixture[str], given: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main([*given, "--tokenizer", "bytes", "--output", "never"])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_value_out_of_range_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--corpus", "stdlib", "--tokenizer", "bytes", "--output", str(tmp_path / "out"), "--workers", "0"]
+    assert command.main(given) == 2
+    assert "workers is 0, but must be at least 1" in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main(["--help"])
+    assert end.value.code == 0
+    assert "python -m data.prepare --corpus stdlib --tokenizer bytes --output" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_disk_that_is_really_full_is_refused_and_gone_on_with_when_there_is_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern, disk = write_jsonl(tmp_path / "texts", 2, 2000), tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("no disk may be mounted here")
+    try:
+        assert command.main(arguments(pattern, disk, workers=1)) == 3
+        assert "(No space left on device): make room, then start the same command again" in capsys.readouterr().err
+        assert not list(disk.glob("*.bin"))
+        subprocess.run(["mount", "-o", "remount,size=60m", disk], check=True)
+        assert command.main(arguments(pattern, disk, workers=1)) == 0
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern, model = write_jsonl(tmp_path / "texts", 1, 20), io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["0 1 2 3 4", "5 6 7 8 9"]), model_writer=model, model_type="char", vocab_size=13,
+        hard_vocab_limit=False, eos_id=-1, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "no_end.model").write_bytes(model.getvalue())
+    given = ["--input", pattern, "--tokenizer", str(tmp_path / "no_end.model"), "--output", str(tmp_path / "out")]
+    assert command.main(given) == 3
+    assert "no end-of-sequence token" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))

@@ -63,11 +63,11 @@ def test_options_are_checked(words):
     assert ended.value.code == 2
 
 
-OWN_DATA = ["data.corpus=null", "data.sources=[{name: a, prefix: b}]"]
+OWN_DATA = ["data.sources=[{name: a, prefix: b}]"]
 SHRUNK = {
-    "405b": (64, ["model=405b", "data.corpus=null", "data.sources=[{name: a, prefix: b}]", "parallel.tp=8",
+    "405b": (64, ["model=405b", "data.sources=[{name: a, prefix: b}]", "parallel.tp=8",
                   "parallel.pp=8", "train.global_batch=64", "train.seq_len=8192"]),
-    "70b interleaved, odd tp": (24, ["model=70b", "data.corpus=null", "data.sources=[{name: a, prefix: b}]",
+    "70b interleaved, odd tp": (24, ["model=70b", "data.sources=[{name: a, prefix: b}]",
                                      "parallel.tp=4", "parallel.pp=2", "parallel.vpp=2", "train.global_batch=24",
                                      "train.seq_len=8192", "train.device=cuda", "train.threads=512"]),
     "a window and a table": (2, ["model.window=64", "model.tied_embeddings=true", "model.hidden=768"]),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import Engine
-from launch.trial import trial_loader, write_trial_corpus
+from launch.trial import trial_steps, write_trial_corpus
 from metrics.clock import StepClock
 from model.config import ModelConfig, MoEConfig
 from optim.config import OptimConfig, ScheduleConfig
@@ -55,7 +55,7 @@ def train(moe, corpus):
     for router in engine.balance.routers.values():
         router.balance += torch.linspace(0.0, OFFSET, EXPERTS)
     loads, loss = torch.zeros(len(engine.balance.layers), EXPERTS, dtype=torch.float64), 0.0
-    for number, batch in enumerate(trial_loader(config, corpus, 0, 1).steps(0, STEPS * 16)):
+    for number, batch in enumerate(trial_steps(config, corpus, STEPS)):
         lr = 3e-3 * lr_share(config.lr_schedule, number, STEPS)
         sums, _ = engine.step(batch.micro_batches, batch.valid_tokens, lr)
         if number >= STEPS - LAST:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from engine import Engine
-from launch.trial import trial_loader
+from launch.trial import trial_steps
 from metrics.clock import StepClock
 from model.transformer import Block
 from parallel.device import set_up_machine
@@ -86,9 +86,7 @@ def one_step(ranks, config, corpus):
         return body(self, *args)
 
     with patch.object(Block, "_body", counted), started(ranks, config) as (engine, mesh, everyone):
-        batches = list(
-            trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, 2 * config.train.global_batch)
-        )
+        batches = list(trial_steps(config, corpus, 2, mesh.dp_rank, mesh.layout.dp))
         engine.step(batches[0].micro_batches, 100, 1e-3)
         out.bodies = 0
         agreed = engine.agree(everyone, batches[1], stops=False)
@@ -124,7 +122,7 @@ def within(ranks, config, corpus):
     """Bytes that are alive beside the shards after the first of several micro-batches: weights and gradients."""
     out = Counted()
     with started(ranks, config) as (engine, mesh, everyone):
-        batch = next(trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, config.train.global_batch))
+        batch = next(trial_steps(config, corpus, 1, mesh.dp_rank, mesh.layout.dp))
         engine._begin(batch.micro_batches, 1e-3)
         engine._one(batch.micro_batches[0], first=True, last=False)
         engine._one(batch.micro_batches[1], first=False, last=False)
@@ -142,7 +140,7 @@ def within(ranks, config, corpus):
 def saved_for_backward(ranks, config, corpus):
     """Bytes of activations that one micro-batch keeps for its backward pass."""
     with started(ranks, config) as (engine, mesh, everyone):
-        batch = next(trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(0, config.train.global_batch))
+        batch = next(trial_steps(config, corpus, 1, mesh.dp_rank, mesh.layout.dp))
         results = []
 
         def run():

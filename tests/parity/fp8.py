@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from conf.schema import Config
-from launch.trial import trial_loader
+from launch.trial import trial_steps
 from parallel.fp8.state import slots_of
 from parallel.precision import PrecisionConfig, PrecisionName
 from parallel.ranks import Ranks
@@ -43,9 +43,7 @@ def scales_after(
         breaking()
     with started(ranks, config, exact=True) as (engine, mesh, everyone):
         losses, found = [], {}
-        for batch in trial_loader(config, corpus, mesh.dp_rank, mesh.layout.dp).steps(
-            0, steps * config.train.global_batch
-        ):
+        for batch in trial_steps(config, corpus, steps, mesh.dp_rank, mesh.layout.dp):
             agreed = engine.agree(everyone, batch, stops=False)
             sums, _ = engine.step(batch.micro_batches, agreed.valid_tokens, 3e-3)
             losses.append(engine.everywhere(sums)[0] / agreed.valid_tokens)
