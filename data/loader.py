@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from types import TracebackType
 
-from data.batch import IGNORE, MicroBatch, Packer, StepBatch, step_batch
+from data.batch import IGNORE, MicroBatch, Packer, Place, StepBatch, step_batch
 from data.joined import Corpus
 from data.order import SampleOrder
 from data.prefetch import Prefetcher
 from data.ramp import PlannedStep
 from data.samples import Samples
 from errors import DataRefused
+
+_FOUND_TOGETHER = 512  # samples
 
 __all__ = ["IGNORE", "MicroBatch", "StepBatch", "TrainLoader", "validation_batches"]
 
@@ -76,7 +79,7 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
         vocabulary.
         """
         self.close()
-        self._ahead = Prefetcher((self._step(each) for each in plan), self._prefetch)
+        self._ahead = Prefetcher(self._made(plan), self._prefetch)
         return self._timed(self._ahead)
 
     def _timed(self, ahead: Prefetcher[StepBatch]) -> Iterator[StepBatch]:
@@ -89,16 +92,42 @@ class TrainLoader(AbstractContextManager["TrainLoader"]):
                     return
                 yield step
 
-    def _step(self, planned: PlannedStep) -> StepBatch:
+    def _made(self, plan: Iterable[PlannedStep]) -> Iterator[StepBatch]:
+        """The steps, the places of many of them found at once."""
+        for block in _blocks(plan):
+            parts = [self._parts(each) for each in block]
+            places = iter(self._source.places([n for own in parts for part in own for n in part]))
+            for planned, own in zip(block, parts, strict=True):
+                yield self._step(planned, own, places)
+
+    def _parts(self, planned: PlannedStep) -> list[range]:
+        """This rank's samples of a step, by micro-batch."""
+        if planned.passed_over:
+            return []
         samples, size = planned.samples, self._micro_batch
+        own = range(self._rank * size, len(samples), self._ranks * size)
+        return [samples[at : at + size] for at in own]
+
+    def _step(self, planned: PlannedStep, parts: Sequence[range], places: Iterator[Place]) -> StepBatch:
+        samples = planned.samples
         if planned.passed_over:
             return StepBatch((), 0, 0, samples, passed_over=True)
         # Of one step all samples have one length: phases that change it begin where a run is started again.
         packer = Packer(self._source.seq_len(samples.start), self._document_mask, self._vocab_size)
-        own = range(self._rank * size, len(samples), self._ranks * size)
-        parts = [samples[at : at + size] for at in own]
-        micro_batches = [packer.pack([self._source.place(n) for n in part], part) for part in parts]
+        micro_batches = [packer.pack(list(islice(places, len(part))), part) for part in parts]
         return step_batch([each.pinned() for each in micro_batches] if self._pin else micro_batches, samples)
+
+
+def _blocks(plan: Iterable[PlannedStep]) -> Iterator[list[PlannedStep]]:
+    """Steps in a row, enough of them that finding their places costs little a sample."""
+    block: list[PlannedStep] = []
+    for planned in plan:
+        block.append(planned)
+        if sum(len(each.samples) for each in block) >= _FOUND_TOGETHER:
+            yield block
+            block = []
+    if block:
+        yield block
 
 
 def validation_batches(

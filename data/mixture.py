@@ -41,6 +41,12 @@ class Mixture:
         source = int(self._order[at])
         return source, periods * self.counts[source] + int(self._rank[at])
 
+    def places(self, samples: Counts) -> tuple[Counts, Counts]:
+        """`place` of many samples at once, [n] -> sources [n] and how many of a source's come before [n]."""
+        periods, at = np.divmod(samples, self.period)
+        sources = self._order[at].astype(np.int64)
+        return sources, periods * np.array(self.counts)[sources] + self._rank[at]
+
     def before(self, sample: int) -> list[int]:
         """Samples of each source among the first `sample`."""
         periods, at = divmod(sample, self.period)

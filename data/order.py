@@ -138,6 +138,18 @@ class SampleOrder:
         chunk = permutation(place) if permutation else place
         return chunk * self.seq_len + offset
 
+    def starts(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """`start` of many samples at once, [n] -> [n]; some 20 times as fast a sample."""
+        numbers, places = np.divmod(samples, self.samples_per_epoch)
+        starts = np.empty_like(places)
+        for number in np.unique(numbers).tolist():
+            own = numbers == number
+            self._epoch = epoch = self._epoch if self._epoch[0] == number else self._make_epoch(number)
+            _, permutation, offset = epoch
+            chunks = permutation.map(places[own]) if permutation else places[own]
+            starts[own] = chunks * self.seq_len + offset
+        return starts
+
     def _make_epoch(self, number: int) -> tuple[int, Permutation | None, int]:
         if not self._shuffle:
             return number, None, 0

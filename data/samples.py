@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from data.batch import Place
 from data.joined import Corpus
 from data.mixture import Mixture
@@ -91,11 +93,23 @@ class Samples:
 
     def place(self, sample: int) -> Place:
         """Where a sample is."""
-        started = self._started(sample)
-        number, before = started.mixture.place(sample - started.phase.first)
-        name = started.names[number]
-        order = self._orders[started.phase.seq_len][name]
-        return self._corpora[name], order.start(started.cursors.get(name, 0) + before)
+        return self.places([sample])[0]
+
+    def places(self, samples: Sequence[int]) -> list[Place]:
+        """Where samples are; many are found much faster together."""
+        numbers = np.asarray(samples, np.int64)
+        phases = np.searchsorted(self._firsts, numbers, "right") - 1
+        found: list[Place | None] = [None] * len(numbers)
+        for number in np.unique(phases).tolist():
+            started, own = self._phases[number], np.flatnonzero(phases == number)
+            sources, before = started.mixture.places(numbers[own] - started.phase.first)
+            for source in np.unique(sources).tolist():
+                name, of_source = started.names[source], sources == source
+                order, cursor = self._orders[started.phase.seq_len][name], started.cursors.get(name, 0)
+                starts = order.starts(before[of_source] + cursor).tolist()
+                for at, start in zip(own[of_source].tolist(), starts, strict=True):
+                    found[at] = (self._corpora[name], start)
+        return [each for each in found if each is not None]
 
     def cursors(self, sample: int) -> dict[str, int]:
         """Samples of each source before `sample`, in samples of the length that holds there."""

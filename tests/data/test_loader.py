@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.config import StepRange
+from data.config import RampConfig, StepRange
 from data.indexed import IndexedCorpus
 from data.loader import IGNORE, MicroBatch, StepBatch, TrainLoader, validation_batches
 from data.order import SampleOrder
@@ -246,31 +246,43 @@ def test_sizes_that_do_not_fit_are_refused(make_corpus: MakeCorpus, options: dic
         loader(make_corpus(DOCUMENTS), **options)
 
 
-@settings(max_examples=40, deadline=None)
+PORTIONS = st.lists(st.builds(RampConfig, st.integers(1, 400), st.sampled_from([4, 8, 16])), max_size=2)
+counts_of = st.dictionaries(st.sampled_from("abc"), st.integers(1, 5), min_size=1)
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    st.dictionaries(st.sampled_from("abc"), st.integers(1, 5), min_size=2),
-    st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1)]),
-    st.integers(0, 6),
+    st.lists(counts_of, min_size=1, max_size=3),
+    PORTIONS,
+    st.sampled_from([(1, 1), (1, 4), (2, 2), (4, 1), (1, 2), (2, 1)]),
+    st.lists(st.integers(1, 5), max_size=3),
+    st.integers(0, 3),
 )
-def test_a_mixtures_steps_hold_the_same_samples_on_any_number_of_ranks(
-    make_corpus: MakeCorpus, counts: dict[str, int], cut: tuple[int, int], done: int
-) -> None:
+def test_a_global_batch_holds_the_same_samples_on_any_ranks_through_ramps_phases_and_kills(
+    make_corpus: MakeCorpus, mixtures: list[dict[str, int]], portions: list[RampConfig], cut: tuple[int, int],
+    kills: list[int], prefetch: int,
+) -> None:  # fmt: skip
+    """A run is started again after each of `kills` steps, its ranks and micro-batch fixed by `cut`."""
     ranks, micro_batch = cut
-    corpora = {name: make_corpus([[at * 3 + ord(name) for at in range(200)]] * 2) for name in counts}
-    samples = Samples([Source(name, each, 1) for name, each in corpora.items()], [Phase(0, counts, 8)])
-    usual: dict[str, Any] = {"sizes": (4,), "document_mask": True, "vocab_size": VOCAB}
-    parts = []
-    for rank in range(ranks):
-        with TrainLoader(samples, micro_batch=micro_batch, rank=rank, ranks=ranks, **usual) as source:
-            parts.append(list(source.steps(planned(4 * done, 32))))
-    for number, steps in enumerate(zip(*parts, strict=True)):
-        batches = [batch for step in steps for batch in step.micro_batches]
-        rows = {tuple(row) for batch in batches for row in batch.tokens.view(-1, 8).tolist()}
-        wanted = set()
-        for sample in range(4 * (done + number), 4 * (done + number + 1)):
-            corpus, start = samples.place(sample)
-            wanted.add(tuple(corpus.read(start, start + 8).tolist()))
-        assert rows == wanted
+    corpora = {name: make_corpus([[at * 3 + ord(name) for at in range(200)]] * 2) for name in "abc"}
+    phases = [Phase(number * 37, counts, 8) for number, counts in enumerate(mixtures)]
+    samples, ramp = Samples([Source(name, each, 1) for name, each in corpora.items()], phases), Ramp(8, portions, 8)
+    seen: list[list[tuple[int, ...]]] = []
+    for begin, end in itertools.pairwise([0, *itertools.accumulate([*kills, 4])]):
+        parts = []
+        for rank in range(ranks):
+            with TrainLoader(
+                samples, sizes=ramp.sizes, micro_batch=micro_batch, document_mask=True, vocab_size=VOCAB,
+                prefetch=prefetch, rank=rank, ranks=ranks,
+            ) as source:  # fmt: skip
+                parts.append(list(source.steps(ramp.plan(ramp.after(0, begin), begin, end))))
+        for steps in zip(*parts, strict=True):
+            batches = [batch for step in steps for batch in step.micro_batches]
+            seen.append(sorted(tuple(row) for batch in batches for row in batch.tokens.view(-1, 8).tolist()))
+            assert sorted(n for batch in batches for n in batch.samples) == list(steps[0].samples)
+    for number, planned in enumerate(ramp.plan(0, 0, len(seen))):
+        places = [samples.place(sample) for sample in planned.samples]
+        assert seen[number] == sorted(tuple(corpus.read(start, start + 8).tolist()) for corpus, start in places)
 
 
 def test_a_step_that_is_passed_over_is_not_read(make_corpus: MakeCorpus) -> None:

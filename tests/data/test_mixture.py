@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +39,13 @@ def test_far_ahead_places_and_counts_agree(counts: list[int], sample: int) -> No
     assert sum(before) == sample and before[source] == place
     before[source] += 1
     assert mixture.before(sample + 1) == before
+
+
+@given(some_counts, st.lists(st.integers(0, 10**12), max_size=20))
+def test_many_places_at_once_are_those_of_each(counts: list[int], samples: list[int]) -> None:
+    mixture = Mixture(counts)
+    sources, before = mixture.places(np.array(samples, np.int64))
+    assert list(zip(sources.tolist(), before.tolist(), strict=True)) == [mixture.place(sample) for sample in samples]
 
 
 def test_eight_sources_at_a_million_million_samples_are_within_one_of_their_weights() -> None:

@@ -155,3 +155,9 @@ def test_the_report_tells_samples_and_what_is_left_out() -> None:
     assert SampleOrder(1000, 64, 0, "web").report.startswith(
         "14 samples of 64 tokens an epoch, 103 tokens (10.30%) left over"
     )
+
+
+@given(st.integers(1, 12), st.integers(20, 200), st.lists(st.integers(0, 200), max_size=30), st.booleans())
+def test_many_starts_at_once_are_those_of_each(seq_len: int, tokens: int, samples: list[int], shuffle: bool) -> None:
+    order = SampleOrder(tokens, seq_len, 3, "web", shuffle)
+    assert order.starts(np.array(samples, np.int64)).tolist() == [order.start(sample) for sample in samples]
