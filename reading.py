@@ -11,7 +11,7 @@ from checkpoint.store import RunState
 from conf.resolve import ramp_of
 from conf.schema import Config
 from data.batch import MicroBatch
-from data.joined import Corpus, open_corpus
+from data.corpus.joined import Corpus, open_corpus
 from data.loader import TrainLoader, validation_batches
 from data.phases import planned_phases
 from data.ready import ReadyData, ReadySource

@@ -20,7 +20,7 @@ from conf.schema import Config
 from data.batch import StepBatch
 from data.ramp import PlannedStep
 from data.ready import ReadyData, ready
-from data.tokenizer import load_tokenizer
+from data.tokenizers.tokenizer import load_tokenizer
 from engine import Agreed, Engine, StepSums
 from errors import Diverged, StopRequested
 from metrics.clock import StepClock

@@ -34,12 +34,12 @@ import torch
 
 from benchmarks.data_others import SEQ_LEN, VOCAB, Read, others
 from data.batch import Packer, Place
-from data.indexed import IndexedCorpus
-from data.joined import open_corpus
+from data.corpus.indexed import IndexedCorpus
+from data.corpus.joined import open_corpus
+from data.corpus.writer import CorpusWriter
 from data.loader import TrainLoader
 from data.ramp import PlannedStep
 from data.samples import Phase, Samples, Source, samples_of
-from data.writer import CorpusWriter
 
 PARTS = 8
 MANY = 1000
@@ -126,8 +126,7 @@ def found(samples: Samples) -> Read:
     """Places alone."""
 
     def read(first: int, count: int) -> None:
-        for sample in range(first, first + count):
-            samples.place(sample)
+        samples.places(range(first, first + count))
 
     return read
 

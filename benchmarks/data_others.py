@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.indexed import IndexedCorpus
+from data.corpus.indexed import IndexedCorpus
 
 SEQ_LEN = 2048
 VOCAB = 32_000

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data.indexed import Tokens
-from data.joined import Corpus
+from data.corpus.indexed import Tokens
+from data.corpus.joined import Corpus
 
 IGNORE = -100
 """Label of a position without a target."""

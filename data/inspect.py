@@ -15,10 +15,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from data.joined import open_corpus
-from data.lengths import bars
-from data.overview import Asked, Ends, Overview, PartOverview, Sample, overview
-from data.tokenizer import load_tokenizer
+from data.corpus.joined import open_corpus
+from data.corpus.lengths import bars
+from data.corpus.overview import Asked, Ends, Overview, PartOverview, Sample, overview
+from data.tokenizers.tokenizer import load_tokenizer
 from errors import DataRefused, exit_code_of
 
 _PARTS_SHOWN = 20

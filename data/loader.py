@@ -9,7 +9,7 @@ from itertools import islice
 from types import TracebackType
 
 from data.batch import IGNORE, MicroBatch, Packer, Place, StepBatch, step_batch
-from data.joined import Corpus
+from data.corpus.joined import Corpus
 from data.order import SampleOrder
 from data.prefetch import Prefetcher
 from data.ramp import PlannedStep

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from data.files_origin import FilesOrigin
-from data.origin import Origin
-from data.preparation import Preparation, prepare
-from data.text_options import add_text_options, check_text_options, given_origin
+from data.preparing.preparation import Preparation, prepare
+from data.texts.files_origin import FilesOrigin
+from data.texts.origin import Origin
+from data.texts.text_options import add_text_options, check_text_options, given_origin
 from errors import StopRequested, exit_code_of
 
 _EXAMPLES = """examples:

@@ -17,19 +17,19 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from data.byte_tokenizer import BYTES
 from data.cache import disk_errors, prepare_once
 from data.config import DataConfig, SourceConfig
-from data.indexed import IndexedCorpus
-from data.joined import Corpus, open_corpus
-from data.metadata import CorpusMetadata, read_metadata
-from data.origin import Document, Origin
-from data.origins import origin_of
-from data.preparation import Preparation, is_prepared, prepare
+from data.corpus.indexed import IndexedCorpus
+from data.corpus.joined import Corpus, open_corpus
+from data.corpus.metadata import CorpusMetadata, read_metadata
+from data.corpus.writer import entropy
+from data.preparing.preparation import Preparation, is_prepared, prepare
+from data.preparing.shuffle import content_digest, held_out_limit, sides, words
 from data.progress import Say
-from data.shuffle import content_digest, held_out_limit, sides, words
-from data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
-from data.writer import entropy
+from data.texts.origin import Document, Origin
+from data.texts.origins import origin_of
+from data.tokenizers.byte_tokenizer import BYTES
+from data.tokenizers.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from errors import DataRefused
 
 _ENTROPY_SAMPLE = 4_000_000

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from data.batch import Place
-from data.joined import Corpus
+from data.corpus.joined import Corpus
 from data.mixture import Mixture
 from data.order import SampleOrder
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.origin import Document, Origin
 from data.progress import Meter, Say, megabytes
-from data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
-from data.text_options import add_text_options, check_text_options, given_origin
+from data.texts.origin import Document, Origin
+from data.texts.text_options import add_text_options, check_text_options, given_origin
+from data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from errors import DataRefused, exit_code_of
 
 _EXAMPLES = """examples:

@@ -15,10 +15,10 @@ from checkpoint.pieces import Piece
 from conf.resolve import ramp_of
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
-from data.indexed import IndexedCorpus
+from data.corpus.indexed import IndexedCorpus
+from data.corpus.writer import CorpusWriter
 from data.loader import TrainLoader, validation_batches
 from data.samples import Source, samples_of
-from data.writer import CorpusWriter
 from engine import Engine
 from errors import Refused
 from launch.spawn import run_ranks

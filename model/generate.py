@@ -12,8 +12,8 @@ import yaml
 from torch import Tensor
 
 from checkpoint.store import locate, model_tensors, read_state
-from data.byte_tokenizer import BYTES
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizers.byte_tokenizer import BYTES
+from data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from errors import DataRefused, exit_code_of
 from model.config import ModelConfig, MoEConfig, RopeScaling
 from model.transformer import Decoder

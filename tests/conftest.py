@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.writer import CorpusWriter
+from data.corpus.writer import CorpusWriter
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 96

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 import train
-from data.writer import CorpusWriter
+from data.corpus.writer import CorpusWriter
 from parallel.fp8 import formats
 from tests.conftest import VOCAB, records, validations
 from tests.test_fp8 import EXPERTS, RECIPES

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import train
-from data.writer import CorpusWriter
+from data.corpus.writer import CorpusWriter
 from tests.conftest import write_corpus
 
 REFUSED = {

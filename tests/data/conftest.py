@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data.indexed import IndexedCorpus
-from data.writer import CorpusWriter
+from data.corpus.indexed import IndexedCorpus
+from data.corpus.writer import CorpusWriter
 
 MakeCorpus = Callable[[Sequence[Sequence[int]]], IndexedCorpus]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from data.origin import Document, Skipped
+from data.texts.origin import Document, Skipped
 from errors import DataRefused
 
 Ending = Literal["whole", "damaged", "killed", "bug", "asleep"]

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from data.config import DataConfig, SourceConfig
-from data.dataset_origin import DatasetOrigin
-from data.origins import origin_of
+from data.texts.dataset_origin import DatasetOrigin
+from data.texts.origins import origin_of
 
 FOLDER = Path(__file__).parents[2] / "conf" / "data"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -14,9 +14,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from data.dataset_origin import DatasetOrigin
-from data.dataset_words import translated
-from data.origin import Document, Skipped
+from data.texts.dataset_origin import DatasetOrigin
+from data.texts.dataset_words import translated
+from data.texts.origin import Document, Skipped
 from errors import DataRefused
 
 COMMIT = "c0ffee" + "0" * 34

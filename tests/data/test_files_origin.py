@@ -18,12 +18,12 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.blocks import blocks
-from data.documents import FirstDocuments
-from data.files_origin import FilesOrigin
-from data.jsonl import lines, parser
-from data.origin import Document, Origin, Skipped
-from data.text_files import TextPart
+from data.texts.blocks import blocks
+from data.texts.documents import FirstDocuments
+from data.texts.files_origin import FilesOrigin
+from data.texts.jsonl import lines, parser
+from data.texts.origin import Document, Origin, Skipped
+from data.texts.text_files import TextPart
 from errors import DataRefused
 
 Write = Callable[[Path, bytes], object]

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.indexed import HEADER, MAGIC, IndexedCorpus
-from data.metadata import read_metadata
-from data.writer import CorpusWriter, token_dtype
+from data.corpus.indexed import HEADER, MAGIC, IndexedCorpus
+from data.corpus.metadata import read_metadata
+from data.corpus.writer import CorpusWriter, token_dtype
 from errors import DataRefused
 
 ids = st.lists(st.integers(0, 30_000), min_size=1, max_size=12)
@@ -216,7 +216,7 @@ def test_an_index_written_in_several_blocks_is_the_same(
     folder = tmp_path_factory.mktemp("corpus")
     write(folder / "whole", documents)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("data.writer._BLOCK", 2)
+        patched.setattr("data.corpus.writer._BLOCK", 2)
         write(folder / "blocks", documents)
     assert (folder / "blocks.idx").read_bytes() == (folder / "whole.idx").read_bytes()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed import HEADER, MAGIC
+from data.corpus.indexed import HEADER, MAGIC
 
 ROOT = Path(__file__).parents[2]
 LENGTH = 500
@@ -17,7 +17,7 @@ BLOCK = 1 << 22
 
 OPENS = """
 import sys, time
-from data.joined import open_corpus
+from data.corpus.joined import open_corpus
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6

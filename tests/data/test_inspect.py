@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.indexed import HEADER, MAGIC, IndexedCorpus
+from data.corpus.indexed import HEADER, MAGIC, IndexedCorpus
+from data.corpus.lengths import LengthCounts, bars
+from data.corpus.verify import FullCheck
+from data.corpus.writer import CorpusWriter
 from data.inspect import main
-from data.lengths import LengthCounts, bars
-from data.tokenizer import load_tokenizer, train_sentencepiece
-from data.verify import FullCheck
-from data.writer import CorpusWriter
+from data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from errors import DataRefused
 
 ROOT = Path(__file__).parents[2]
@@ -112,8 +112,8 @@ def test_damage_in_the_middle_is_found_with_its_place(web: Path, damage: str) ->
     ending, harm, message = DAMAGES[damage]
     harm(web.with_suffix(f".{ending}"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("data.verify._ENTRIES", 8)
-        patched.setattr("data.verify._TOKENS", 100)
+        patched.setattr("data.corpus.verify._ENTRIES", 8)
+        patched.setattr("data.corpus.verify._TOKENS", 100)
         check = FullCheck(IndexedCorpus(web, places=2), 900, END)
         list(check.steps())
     assert len(check.faults) == 1

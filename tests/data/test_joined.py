@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.batch import Packer
-from data.indexed import IndexedCorpus
-from data.joined import JoinedCorpus, open_corpus
-from data.mapped import OpenFile
-from data.writer import CorpusWriter
+from data.corpus.indexed import IndexedCorpus
+from data.corpus.joined import JoinedCorpus, open_corpus
+from data.corpus.mapped import OpenFile
+from data.corpus.writer import CorpusWriter
 from errors import DataRefused
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +161,7 @@ def test_a_folder_is_refused_with_the_pattern_of_its_content(tmp_path: Path) -> 
 MANY = """
 import os, resource, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-from data.joined import open_corpus
+from data.corpus.joined import open_corpus
 began = time.perf_counter()
 corpus = open_corpus(sys.argv[1])
 seconds = time.perf_counter() - began

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.config import RampConfig, StepRange
-from data.indexed import IndexedCorpus
+from data.corpus.indexed import IndexedCorpus
 from data.loader import IGNORE, MicroBatch, StepBatch, TrainLoader, validation_batches
 from data.order import SampleOrder
 from data.ramp import PlannedStep, Ramp

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from data.indexed import IndexedCorpus
-from data.joined import open_corpus
-from data.lengths import document_lengths
-from data.verify import FullCheck
-from data.writer import CorpusWriter
+from data.corpus.indexed import IndexedCorpus
+from data.corpus.joined import open_corpus
+from data.corpus.lengths import document_lengths
+from data.corpus.verify import FullCheck
+from data.corpus.writer import CorpusWriter
 from tests.data.with_megatron import DOCUMENTS, DTYPES
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from data.config import SourceConfig
-from data.dataset_origin import DatasetOrigin
-from data.files_origin import FilesOrigin
-from data.origin import Document, Origin, Skipped
-from data.origins import origin_of
-from data.sotu import speeches
-from data.stdlib import collect, library
+from data.texts.dataset_origin import DatasetOrigin
+from data.texts.files_origin import FilesOrigin
+from data.texts.origin import Document, Origin, Skipped
+from data.texts.origins import origin_of
+from data.texts.sotu import speeches
+from data.texts.stdlib import collect, library
 from errors import DataRefused
 
 

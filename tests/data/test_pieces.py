@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import pieces
-from data.pieces import ROW, PieceWriter, gathered, is_whole, read_rows, read_tokens, starts_of
+from data.preparing import pieces
+from data.preparing.pieces import ROW, PieceWriter, gathered, is_whole, read_rows, read_tokens, starts_of
 
 
 @settings(max_examples=40, deadline=None)

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.indexed import IndexedCorpus
-from data.metadata import read_metadata
-from data.origin import Document, Skipped
-from data.preparation import Preparation, prepare
-from data.report import Report
-from data.tokenizer import load_tokenizer
+from data.corpus.indexed import IndexedCorpus
+from data.corpus.metadata import read_metadata
+from data.preparing.preparation import Preparation, prepare
+from data.preparing.report import Report
+from data.texts.origin import Document, Skipped
+from data.tokenizers.tokenizer import load_tokenizer
 from errors import ConfigRefused, DataRefused
 from tests.data.listed import documents, origin
 
@@ -97,10 +97,10 @@ def test_small_pieces_and_many_ranges_change_nothing(tmp_path: Path, monkeypatch
     for name in ("one", "many"):
         for deduplicate in (False, True):
             made(tmp_path / f"{name}{deduplicate}", source, deduplicate=deduplicate, validation="held", held_out=0.3)
-        monkeypatch.setattr("data.pieces._PIECE_BYTES", 300)
-        monkeypatch.setattr("data.pieces._BLOCK_TOKENS", 50)
-        monkeypatch.setattr("data.lot_reader._BATCH_CHARACTERS", 100)
-        monkeypatch.setattr("data.merge._RANGE_BYTES", 1000)
+        monkeypatch.setattr("data.preparing.pieces._PIECE_BYTES", 300)
+        monkeypatch.setattr("data.preparing.pieces._BLOCK_TOKENS", 50)
+        monkeypatch.setattr("data.preparing.lot_reader._BATCH_CHARACTERS", 100)
+        monkeypatch.setattr("data.preparing.merge._RANGE_BYTES", 1000)
     assert files(tmp_path / "oneFalse") == files(tmp_path / "manyFalse")
     assert files(tmp_path / "oneTrue") == files(tmp_path / "manyTrue")
 
@@ -309,7 +309,7 @@ def test_damaged_work_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = origin(documents(TEXTS), 3)
     made(tmp_path / "whole", source)
     with monkeypatch.context() as patch:
-        patch.setattr("data.preparation.merge", raising(Interrupted()))
+        patch.setattr("data.preparing.preparation.merge", raising(Interrupted()))
         with pytest.raises(Interrupted):
             made(tmp_path / "mended", source)
     piece, record = (
@@ -345,7 +345,7 @@ def test_unfinished_work_of_another_plan_is_refused_or_replaced(
 ) -> None:
     source = origin(documents(TEXTS))
     with monkeypatch.context() as patch:
-        patch.setattr("data.preparation.merge", raising(Interrupted()))
+        patch.setattr("data.preparing.preparation.merge", raising(Interrupted()))
         with pytest.raises(Interrupted):
             made(tmp_path, source, seed=1)
     with pytest.raises(DataRefused, match=r"train.work holds the unfinished work of another.*\(seed 2 instead of 1\)"):

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from data.config import DataConfig, SourceConfig
-from data.indexed import IndexedCorpus
+from data.corpus.indexed import IndexedCorpus
+from data.corpus.writer import CorpusWriter
 from data.ready import ReadyData, ready
-from data.stdlib import collect
-from data.tokenizer import load_tokenizer, train_sentencepiece
-from data.writer import CorpusWriter
+from data.texts.stdlib import collect
+from data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from errors import DataRefused
 
 REPOSITORY = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from data.shuffle import content_digest, held_out_limit, place_digest, ranks, sides, words
+from data.preparing.shuffle import content_digest, held_out_limit, place_digest, ranks, sides, words
 
 FIRST = words(content_digest(b"%d" % number) for number in range(4000))[:, 0]
 

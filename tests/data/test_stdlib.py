@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.stdlib import Document, collect, shuffled, split
+from data.texts.stdlib import Document, collect, shuffled, split
 from errors import DataRefused
 
 LEFT_OUT = [

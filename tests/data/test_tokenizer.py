@@ -10,8 +10,8 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.sentencepiece_tokenizer import SentencePieceTokenizer
-from data.tokenizer import load_tokenizer, train_sentencepiece
+from data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from errors import DataRefused
 
 TEXTS = [

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from data import fast_bpe
-from data.code_points import INERT, SAFE, CodePoints
-from data.fast_bpe import gigatoken_encode
-from data.json_tokenizer import JsonTokenizer
+from data.tokenizers import fast_bpe
+from data.tokenizers.code_points import INERT, SAFE, CodePoints
+from data.tokenizers.fast_bpe import gigatoken_encode
+from data.tokenizers.json_tokenizer import JsonTokenizer
 from errors import DataRefused
 from tests.data.tokenizer_files import END, KINDS, added, changed, reference, trained
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from data.json_tokenizer import JsonTokenizer
-from data.tokenizer import load_tokenizer
+from data.tokenizers.json_tokenizer import JsonTokenizer
+from data.tokenizers.tokenizer import load_tokenizer
 from errors import DataRefused
 from tests.data.tokenizer_files import END, added, changed, reference, trained, written
 

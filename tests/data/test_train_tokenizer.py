@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data.origin import Skipped
-from data.tokenizer import load_tokenizer
+from data.texts.origin import Skipped
+from data.tokenizers.tokenizer import load_tokenizer
 from data.train_tokenizer import draw_sample, main
 from errors import DataRefused
 from tests.data.listed import documents, origin

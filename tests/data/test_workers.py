@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data.lock import wait_for_holders
-from data.workers import Tell, shared_out
+from data.preparing.workers import Tell, shared_out
 from errors import DataRefused
 from tests.conftest import ROOT
 from tests.data.working import Square
@@ -60,7 +60,7 @@ def test_what_goes_wrong_in_a_worker_is_told_here(tmp_path: Path, way: str, erro
 
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from data.workers import shared_out; from tests.data.working import Square\n"
+        "from pathlib import Path\nfrom data.preparing.workers import shared_out\nfrom tests.data.working import Square\n"
         f"alive = Path({str(tmp_path / 'alive')!r})\n"
         "list(shared_out(Square('slow'), iter(range(4)), 2, lambda n: print(n, flush=True), alive))"
     )

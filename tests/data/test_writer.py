@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.writer import CorpusWriter, disk_refusals, remove_leftovers
+from data.corpus.writer import CorpusWriter, disk_refusals, remove_leftovers
 from errors import DataRefused
 
 

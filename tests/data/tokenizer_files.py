@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from data import stdlib
+from data.texts import stdlib
 
 END = "<|endoftext|>"
 LLAMA3 = (

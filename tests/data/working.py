@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data.workers import Tell
+from data.preparing.workers import Tell
 from errors import DataRefused
 
 

@@ -1,0 +1,1 @@
+"""Texts become a corpus on disk."""

@@ -1,0 +1,1 @@
+"""Where texts come from: files, hub datasets, corpora that are at hand."""
