@@ -60,7 +60,8 @@ def test_what_goes_wrong_in_a_worker_is_told_here(tmp_path: Path, way: str, erro
 
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path\nfrom data.preparing.workers import shared_out\nfrom tests.data.working import Square\n"
+        "from pathlib import Path\nfrom tests.data.working import Square\n"
+        "from data.preparing.workers import shared_out\n"
         f"alive = Path({str(tmp_path / 'alive')!r})\n"
         "list(shared_out(Square('slow'), iter(range(4)), 2, lambda n: print(n, flush=True), alive))"
     )
