@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from conf.dependence import layout_dependent
-from conf.resolve import run_directory, run_name, total_steps
+from conf.resolve import ramp_of, run_directory, run_name, total_steps
 from conf.schema import Config
 from model.config import ModelConfig
 from model.parts import layers_of_stages
@@ -32,15 +32,15 @@ def announce_start(
         attempt: how many times this run has been started.
         say: prints a line.
     """
-    train, checkpoint = config.train, config.checkpoint
+    train, checkpoint, sizes = config.train, config.checkpoint, ramp_of(config).sizes
     say(f"run {run_name(config)} in {run_directory(config)}, attempt {attempt}")
     say(
         f"steps {(saved or 0) + 1} to {last_step(config)} of {total_steps(config)}, "
-        f"{train.global_batch * train.seq_len:,} tokens each; "
+        f"{', then '.join(f'{size * train.seq_len:,}' for size in sizes)} tokens each; "
         f"a checkpoint every {checkpoint.every or last_step(config)} steps; W&B {config.metrics.wandb}"
     )
     say(
-        f"a step is {train.global_batch // (train.micro_batch * layout.dp)} micro-batches of "
+        f"a step is {', then '.join(str(size // (train.micro_batch * layout.dp)) for size in sizes)} micro-batches of "
         f"{train.micro_batch} sequences" + (f" on each of {layout.dp} ranks" if layout.dp > 1 else "")
     )
     for sentence in layout_dependent(config):

@@ -126,6 +126,12 @@ def require_targets(corpus: Corpus, prefix: str | Path, document_mask: bool) -> 
 
 def _check_same(data: ReadyData, saved: RunState) -> None:
     """Refuse sources that hold other text than when the run was saved; one that is new, or gone, may be so."""
+    if data.tokenizer_fingerprint and saved.tokenizer_fingerprint not in (None, data.tokenizer_fingerprint):
+        raise DataRefused(
+            f"the run began with a tokenizer of SHA-256 {saved.tokenizer_fingerprint[:16]}..., but the data is made "
+            f"with {data.tokenizer_fingerprint[:16]}... now: the model would read other words; give data.tokenizer the "
+            "one that it began with (it lies in the checkpoint), or start another run"
+        )
     for source in data.sources:
         was = saved.data.get(source.name, source.fingerprint)
         if was != source.fingerprint:

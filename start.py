@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from checkpoint import store
 from checkpoint.store import RunState
 from conf.dependence import layout_dependent
-from conf.resolve import Change, changes, run_directory, run_name, total_steps
+from conf.resolve import Change, changes, differing, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
+from data.ready import ReadyData
+from data.tokenizers.byte_tokenizer import BYTES
 from errors import ConfigRefused
 from metrics.sinks import Console
+from parallel.process import Everyone
 
 
 def last_step(config: Config) -> int:
@@ -34,6 +41,8 @@ class Saved:
     """Its folder."""
     state: RunState
     """Everything in it but tensors."""
+    rewinds: bool = False
+    """Whether the run has newer ones, which it leaves to go back to this one."""
 
 
 def find_saved(config: Config, console: Console) -> Saved | None:
@@ -52,7 +61,9 @@ def find_saved(config: Config, console: Console) -> Saved | None:
                 "go on from another run's write run.name or checkpoint.resume=runs/NAME"
             )
         return None
-    saved = Saved(found, store.read_state(found))
+    newest = store.newest(checkpoint_folder(config))
+    rewinds = newest is not None and found != newest and found.parent == newest.parent
+    saved = Saved(found, store.read_state(found), rewinds)
     _check_resume(config, saved, console)
     return saved
 
@@ -96,15 +107,67 @@ def _check_resume(config: Config, saved: Saved, console: Console) -> None:
     console.say(f"resuming from {saved.path} at step {saved.state.step}")
     for change in free:
         console.say(f"  changed since then: {change}")
+    _warn_of_late_skips(config, saved.state.step, free, console)
     for sentence in layout_dependent(config):
         if any(change.key.startswith("parallel.") or change.key == "train.micro_batch" for change in free):
             console.say(f"warning: this changes the training, since {sentence}")
 
 
 def _check_length(config: Config, changed: Sequence[Change]) -> None:
-    """Refuse a new length of samples where the run's length in steps would follow from it."""
-    if config.train.tokens is not None and any(each.key == "train.seq_len" for each in changed):
+    """Refuse changes after which the length of the run, or of its ramp, would be counted from the beginning in steps or
+    samples that it did not have then."""
+    keys = {each.key for each in changed}
+    sizes = keys & {"train.seq_len", "train.global_batch", "train.batch_ramp"}
+    if sizes and config.train.tokens is not None:
         raise ConfigRefused(
-            f"train.tokens={config.train.tokens} counts steps of one train.seq_len, and the run goes on with another, "
-            f"{config.train.seq_len}: say where it ends in steps, train.steps=N"
+            f"train.tokens={config.train.tokens} gives the run's length in steps that are all as now, but "
+            f"{', '.join(sorted(sizes))} has changed on the way: say where it ends in steps, train.steps=N"
         )
+    if "train.seq_len" in keys and config.train.batch_ramp:
+        raise ConfigRefused(
+            f"train.batch_ramp counts tokens in samples of one length, and train.seq_len is {config.train.seq_len} "
+            "from here on: write train.batch_ramp=[], and train.global_batch as it is to be"
+        )
+
+
+def _warn_of_late_skips(config: Config, step: int, changed: Sequence[Change], console: Console) -> None:
+    """Steps that are done are not passed over any more."""
+    late = [each for each in config.train.skip_steps if each.first <= step]
+    if late and any(each.key == "train.skip_steps" for each in changed):
+        console.say(
+            f"warning: train.skip_steps names steps up to {step}, which are done: what they read was trained on; to "
+            "pass over it go back to a checkpoint before them, checkpoint.resume=PATH"
+        )
+
+
+def set_aside(saved: Saved, console: Console) -> None:
+    """Leave the checkpoints after the one that the run goes back to, under other names."""
+    for path in store.set_aside(saved.path):
+        console.say(f"going back to step {saved.state.step}: a later checkpoint is now {path}")
+
+
+def tokenizer_of(config: Config, saved: Saved | None) -> str | None:
+    """The tokenizer of a run that goes on, where its configuration leaves it open: the one that it began with."""
+    if config.data.tokenizer is not None or saved is None or saved.state.tokenizer is None:
+        return None
+    bare = saved.state.tokenizer == BYTES
+    return BYTES if bare else str(saved.path / saved.state.tokenizer)
+
+
+def task_text(config: Config, saved: Saved | None, data: ReadyData, device: torch.device) -> str:
+    """What must be the same on every process, in words."""
+    begin = f"from step {saved.state.step}" if saved else "from the beginning"
+    settings = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]
+    return (
+        f"run {run_name(config)} {begin} to {last_step(config)}, settings {settings}, data {data.fingerprint[:12]}, "
+        f"{device.type}, torch {torch.__version__}"
+    )
+
+
+def require_one_task(everyone: Everyone, config: Config, text: str) -> None:
+    """Refuse processes that are to do different things, naming the settings that differ."""
+    if len(set(everyone.gather(text))) > 1:
+        settings = [json.loads(each) for each in everyone.gather(json.dumps(to_dict(config)))]
+        keys = sorted({key for each in settings for key in differing(settings[0], each)})
+        what = f"the settings {', '.join(keys)}" if keys else "what they are to do"
+        everyone.require_same(what, text)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-
-import torch
+from typing import NamedTuple
 
 from announce import announce_products, announce_schedule, announce_slow_experts, announce_start
 from checkpoint import store
 from checkpoint.store import RunState
-from conf.resolve import differing, ramp_of, run_directory, run_name, to_dict, to_yaml, total_steps
+from conf.resolve import ramp_of, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
 from data.batch import StepBatch
 from data.ramp import PlannedStep
@@ -45,7 +42,18 @@ from parallel.process import Everyone, joined
 from parallel.ranks import Ranks, find_ranks
 from parallel.waits import recorded_waits, wait_words
 from reading import Share, Validation, open_held_out, open_loader, open_samples
-from start import Saved, begins_anew, checkpoint_folder, find_saved, last_step, newest_words
+from start import (
+    Saved,
+    begins_anew,
+    checkpoint_folder,
+    find_saved,
+    last_step,
+    newest_words,
+    require_one_task,
+    set_aside,
+    task_text,
+    tokenizer_of,
+)
 
 _WATCHED = 3  # which step of a start is watched for waits: by then what is made once has been made
 
@@ -64,7 +72,7 @@ def run(config: Config, overrides: list[str]) -> int:
             if leads:
                 directory.finish(done, saved.state.step)
             return 0
-        data = ready(config.data, console.say, config.model.vocab_size)
+        data = ready(config.data, console.say, config.model.vocab_size, tokenizer=tokenizer_of(config, saved))
         device = local_device(config.train.device, ranks.local_rank)
         with joined(ranks, device, config.parallel.timeout) as everyone:
             follower.joined = True
@@ -72,6 +80,8 @@ def run(config: Config, overrides: list[str]) -> int:
             words = f"{ranks.world} by {ranks.source}: {layout_of(config.parallel, ranks.world).words}"
             if leads:
                 directory.prepare(saved.state.step if saved else 0)
+                if saved and saved.rewinds:
+                    set_aside(saved, console)
                 console.open_log(directory.path / "log.txt")
             everyone.barrier()
             with rank_log(directory.path / "logs", ranks.rank):
@@ -79,25 +89,6 @@ def run(config: Config, overrides: list[str]) -> int:
                 if leads:  # a start that was refused leaves no word of its settings
                     directory.record(to_yaml(config), overrides, words)
                 return trainer.train()
-
-
-def task_text(config: Config, saved: Saved | None, data: ReadyData, device: torch.device) -> str:
-    """What must be the same on every process, in words."""
-    begin = f"from step {saved.state.step}" if saved else "from the beginning"
-    settings = hashlib.sha256(to_yaml(config).encode()).hexdigest()[:12]
-    return (
-        f"run {run_name(config)} {begin} to {last_step(config)}, settings {settings}, data {data.fingerprint[:12]}, "
-        f"{device.type}, torch {torch.__version__}"
-    )
-
-
-def require_one_task(everyone: Everyone, config: Config, text: str) -> None:
-    """Refuse processes that are to do different things, naming the settings that differ."""
-    if len(set(everyone.gather(text))) > 1:
-        settings = [json.loads(each) for each in everyone.gather(json.dumps(to_dict(config)))]
-        keys = sorted({key for each in settings for key in differing(settings[0], each)})
-        what = f"the settings {', '.join(keys)}" if keys else "what they are to do"
-        everyone.require_same(what, text)
 
 
 @dataclass
@@ -118,6 +109,17 @@ class Progress:
     """Of those again, the ones that lowered no loss scale: what train.max_skips counts."""
 
 
+class Unrecorded(NamedTuple):
+    """What was trained on since the last record."""
+
+    steps: int = 0
+    """Steps, passed-over ones left out."""
+    tokens: int = 0
+    """Tokens of them."""
+    pairs: int = 0
+    """Squared lengths of their attention segments, summed."""
+
+
 class Trainer:
     """The engine, its data and its reports on this process, and the loop over them."""
 
@@ -127,7 +129,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.config, self.data, self.directory, self.console = config, data, directory, console
         self.everyone, self.leads, self.last = everyone, everyone.rank == 0, last_step(config)
-        self.progress, self.recorded = Progress(), 0
+        self.progress, self.unrecorded = Progress(), Unrecorded()
         self.fingerprints: dict[str, str] = {}  # of sources that the run has read, some of them in the past
         self.shape = replace(config.model, vocab_size=config.model.vocab_size or data.vocab_size)
         self.attempt = int(everyone.gather(str(directory.status().get("attempt", 1)))[0])
@@ -150,7 +152,9 @@ class Trainer:
             announce_products(products, self.machine, before, console.say)
         announce_slow_experts(config, self.machine, console.say)
         self.open_data(saved, mesh.dp_rank)
-        self.tokenizer_files = data.tokenizer_files
+        self.tokenizer_files = data.tokenizer_files()  # now: a checkpoint that it is read from may be pruned
+        self.tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer and config.train.sample_prompt else None
+        self.rewound = [*saved.state.rewound, *([saved.state.step] if saved.rewinds else [])] if saved else []
         self.peak_lr = peak_lr(config.optim, config.model.hidden)
         announce_schedule(config, self.peak_lr, console.say)
         own = saved is not None and saved.path.parent == checkpoint_folder(config)  # else it is another run's
@@ -205,7 +209,7 @@ class Trainer:
         store.load(saved.path, self.engine.pieces(), everyone=self.everyone, fresh=fresh)
         self.engine.resume(state.updates)
         self.progress = Progress(state.step, state.samples, state.tokens)
-        self.recorded, self.fingerprints = state.step, state.data
+        self.fingerprints = state.data
 
     def train(self) -> int:
         """Train to the last step of this start; the exit code."""
@@ -216,7 +220,10 @@ class Trainer:
             collecting(config.train.gc_every) as collect_garbage,
         ):  # fmt: skip
             if begin:
-                report.event("resume", begin, f"going on after step {begin}", layout=self.layout.words)
+                shares = self.samples.shares(self.progress.samples)
+                report.event(
+                    "resume", begin, f"going on after step {begin}", layout=self.layout.words, mixture=shares
+                )  # fmt: skip
             self.clock.finish()
             for batch in loader.steps(self.plan()):
                 self.clock.add("data", loader.take_wait())
@@ -301,6 +308,9 @@ class Trainer:
         self.engine.watch(self.watched)
         sums, self.outcome = self.engine.step(batch.micro_batches, agreed.valid_tokens, lr)
         self.count(batch)
+        steps, tokens, pairs = self.unrecorded
+        read = len(batch.samples) * self.config.train.seq_len
+        self.unrecorded = Unrecorded(steps + 1, tokens + read, pairs + agreed.pairs)
         self.unread.append((progress.step, self.outcome))
         return sums, lr
 
@@ -323,17 +333,17 @@ class Trainer:
         """Read the device, record the step with the time of those since the last record, and look for skips."""
         config, progress, world = self.config, self.progress, self.everyone.world
         loss, z_square = (each / max(1, agreed.valid_tokens) for each in self.engine.everywhere(sums))
-        norm, steps = self.outcome.grad_norm.item(), progress.step - self.recorded
+        norm, (steps, tokens, pairs) = self.outcome.grad_norm.item(), self.unrecorded
         seconds, parts = self.clock.finish()
-        working = (seconds - parts["evaluation"] - parts["checkpoint"]) / steps
-        tokens, imbalance = len(batch.samples) * config.train.seq_len, self.engine.imbalance(batch.micro_batches)
-        needed = step_flops(self.shape, tokens, agreed.pairs)
-        again = recomputed_flops(self.shape, tokens, agreed.pairs, config.train.recompute, config.train.recompute_n)
+        working = seconds - parts["evaluation"] - parts["checkpoint"]
+        imbalance = self.engine.imbalance(batch.micro_batches)
+        needed = step_flops(self.shape, tokens, pairs)
+        again = recomputed_flops(self.shape, tokens, pairs, config.train.recompute, config.train.recompute_n)
         if self.machine.measured:  # by a busy machine, perhaps: no step is faster than the peak
             self.peak = max(self.peak, (needed + again) / working / world)
         speed = throughput(tokens, needed, again, working, self.peak * world)
         aux = {"z_loss": config.model.z_loss * z_square} if config.model.z_loss else {}
-        routed = self.engine.balance.records(tokens)
+        routed = self.engine.balance.records(len(batch.samples) * config.train.seq_len)
         if config.model.moe is not None:
             aux |= losses(routed, config.model.moe)
         report.step({
@@ -348,7 +358,7 @@ class Trainer:
             **({"fp8": self.engine.fp8_health(self.everyone)} if self.watched else {}),
             **({"loss_scale": self.outcome.loss_scale[0].item()} if self.outcome.loss_scale else {}),
         })  # fmt: skip
-        self.recorded = progress.step
+        self.unrecorded = Unrecorded()
         self.read_skips(report)
 
     def read_skips(self, report: Reporter) -> None:
@@ -416,6 +426,7 @@ class Trainer:
                 vocab_size=self.shape.vocab_size or 0, choices=self.choices,
                 layout=self.layout.words, wandb_id=self.wandb_id,
                 tokenizer=next(iter(self.tokenizer_files), self.data.tokenizer),
+                tokenizer_fingerprint=self.data.tokenizer_fingerprint, rewound=self.rewound,
             )  # fmt: skip
             path = store.save(
                 checkpoint_folder(config), self.engine.pieces(), state,
@@ -468,11 +479,11 @@ class Trainer:
 
     def say_sample(self) -> None:
         """Let the model speak, where one process has all of it."""
-        prompt, path = self.config.train.sample_prompt, self.data.tokenizer
-        if prompt is None or path is None:
+        prompt = self.config.train.sample_prompt
+        if prompt is None or self.tokenizer is None:
             return
         if self.everyone.world > 1:
             self.console.say(f"for a sample: python -m model.generate {self.directory.path} --prompt {prompt!r}")
             return
         options = {"count": 80, "context": self.config.train.seq_len, "temperature": 0.8, "top_k": 50, "seed": 0}
-        self.console.say(f"a sample:\n{continue_text(self.engine.decoder, load_tokenizer(path), prompt, **options)}")
+        self.console.say(f"a sample:\n{continue_text(self.engine.decoder, self.tokenizer, prompt, **options)}")

@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +40,7 @@ from parallel.process import Everyone
 FORMAT = 3  # raised when a reader of the old form would misread the new one
 _STATE_TYPES = {
     "step": int, "samples": int, "tokens": int, "updates": int, "data": dict, "config": dict, "vocab_size": int,
-    "choices": dict, "layout": str, "phases": list,
+    "choices": dict, "layout": str, "phases": list, "rewound": list,
 }  # fmt: skip
 STATE, LATEST = "state.json", "latest"
 _ALONE = Everyone()
@@ -65,6 +66,10 @@ class RunState:
     """Entries of the model's vocabulary."""
     tokenizer: str | None = None
     """The tokenizer's file in the checkpoint, or `bytes`; None: unknown."""
+    tokenizer_fingerprint: str | None = None
+    """Hash of the tokenizer that made the data; None: unknown."""
+    rewound: list[int] = field(default_factory=list)
+    """Steps that the run has gone back to on its way here."""
     phases: list[dict[str, Any]] = field(default_factory=list)
     """Mixtures that the run has gone through, as `data.samples.Phase`."""
     choices: dict[str, str] = field(default_factory=dict)
@@ -92,7 +97,7 @@ def _steps(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(found, key=step_of)
 
 
 def newest(folder: Path) -> Path | None:
@@ -107,7 +112,7 @@ def save(
     state: RunState,
     *,
     keep: int,
-    tokenizer: Mapping[str, Path] = MappingProxyType({}),
+    tokenizer: Mapping[str, bytes] = MappingProxyType({}),
     everyone: Everyone = _ALONE,
 ) -> Path:
     """Write one checkpoint, point `latest` at it, then prune; called by every process, none of which returns before
@@ -118,7 +123,7 @@ def save(
         pieces: by global name, what this process holds.
         state: rank 0's is written.
         keep: newest checkpoints kept; 0 keeps all.
-        tokenizer: files copied into the checkpoint, by their names there, so that it can be used on its own.
+        tokenizer: contents of its files, by their names in the checkpoint, which can then be used on its own.
 
     Raises:
         CheckpointRefused: the disk is full, or the folder cannot be written, by this process or another.
@@ -139,7 +144,7 @@ def save(
 
 
 def _save(
-    folder: Path, pieces: Mapping[str, Piece], state: RunState, keep: int, tokenizer: Mapping[str, Path],
+    folder: Path, pieces: Mapping[str, Piece], state: RunState, keep: int, tokenizer: Mapping[str, bytes],
     everyone: Everyone,
 ) -> Path:  # fmt: skip
     target, first = folder / step_name(state.step), everyone.rank == 0
@@ -159,7 +164,7 @@ def _begin(beside: Path) -> None:
 
 
 def _finish(
-    beside: Path, target: Path, lists: list[str], state: RunState, keep: int, tokenizer: Mapping[str, Path]
+    beside: Path, target: Path, lists: list[str], state: RunState, keep: int, tokenizer: Mapping[str, bytes]
 ) -> None:  # fmt: skip
     """Complete what all have written, and make it the newest checkpoint.
 
@@ -168,8 +173,8 @@ def _finish(
     """
     (beside / PIECES).write_text(to_json(merge(map(from_json, lists))), encoding="utf-8")
     (beside / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-    for name, source in tokenizer.items():
-        shutil.copyfile(source, beside / name)
+    for name, content in tokenizer.items():
+        (beside / name).write_bytes(content)
     for part in (PIECES, STATE, *tokenizer, "."):
         sync(beside / part)
     if target.exists():  # the same step again, after going on from an older one, or a folder without a state
@@ -266,7 +271,8 @@ def find(resume: str, folder: Path) -> Path | None:
 
     Args:
         resume: auto, none, or the path of a checkpoint, of a folder of checkpoints or of a run. A path is
-            where a new run begins; once the run has a checkpoint of its own, that one is taken.
+            where a new run begins; once the run has a checkpoint of its own, the newest is taken. The path of one of
+            its own goes back to it, once: those that come of it say so.
         folder: the run's own checkpoints.
 
     Raises:
@@ -279,9 +285,31 @@ def find(resume: str, folder: Path) -> Path | None:
             f"checkpoint.resume=none, but {folder} already holds {own.name}; nothing is overwritten: "
             f"choose another run.name, remove that folder, or use checkpoint.resume=auto to go on"
         )
-    if resume in ("auto", "none") or own is not None:
+    if resume in ("auto", "none"):
         return own
-    return locate(Path(resume).expanduser())
+    if own is None:
+        return locate(Path(resume).expanduser())
+    asked = Path(resume).expanduser()
+    back = next((path for path in list_checkpoints(folder) if asked.exists() and path.samefile(asked)), None)
+    return own if back is None or step_of(back) in read_state(own).rewound else back
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named after."""
+    return int(path.name.removeprefix("step_"))
+
+
+def set_aside(checkpoint: Path) -> list[Path]:
+    """Give the checkpoints that are newer than this one of the same folder other names; returns these."""
+    moved = []
+    for path in list_checkpoints(checkpoint.parent):
+        if step_of(path) > step_of(checkpoint):
+            names = (path.with_name(f"set_aside_{path.name}.{number}") for number in count(1))
+            moved.append(next(name for name in names if not name.exists()))
+            path.rename(moved[-1])
+    sync(checkpoint.parent)
+    write_whole(checkpoint.parent / LATEST, checkpoint.name + "\n")
+    return moved
 
 
 def _check_folder(folder: Path) -> None:

@@ -160,6 +160,11 @@ def _as_bool(value: object) -> Any:
 
 
 def _as_int(value: object) -> Any:
+    """A whole number, also as 2e12 or 100.0; PyYAML reads a bare 2e12 as text."""
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        value = float(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else FAILED
 
 

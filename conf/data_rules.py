@@ -116,6 +116,10 @@ def _phases(config: Config) -> Iterator[Problem]:
         here, last = f"data.phases[{index}]", index == len(phases) - 1
         if phase.tokens is None and not last:
             yield Problem(f"{here}.tokens", "null", "only the last phase may last to the end", "write tokens: N")
+        if phase.tokens is not None and last:
+            rule = "the last phase lasts to the end"
+            fix = "leave its tokens out, or add a phase for what follows, {} for the sources' own weights"
+            yield Problem(f"{here}.tokens", show(phase.tokens), rule, fix)
         if phase.tokens is not None and phase.tokens < config.train.seq_len:
             rule = f"must be at least one sample of train.seq_len={config.train.seq_len} tokens"
             yield Problem(f"{here}.tokens", show(phase.tokens), rule, f"write tokens: {config.train.seq_len}")
@@ -155,8 +159,12 @@ def _ramp(config: Config) -> Iterator[Problem]:
 
 
 def _skipped(config: Config) -> Iterator[Problem]:
+    skips, total = config.train.skip_steps, total_steps(config)
+    if 0 < total <= sum((each.first if each.last is None else each.last) - each.first + 1 for each in skips):
+        rule = f"leaves none of the run's {total} steps to train"
+        yield Problem("train.skip_steps", show(skips), rule, "pass over fewer, each once")
     for index, each in enumerate(config.train.skip_steps):
-        here, total = f"train.skip_steps[{index}]", total_steps(config)
+        here = f"train.skip_steps[{index}]"
         last = each.first if each.last is None else each.last
         if each.first < 1 or last < each.first or (total and last > total):
             rule = f"must be steps from 1 to the run's {total}, the first not behind the last"

@@ -36,10 +36,10 @@ class Problem:
         return f"{given}{where}\n     rule: {self.rule}\n     fix:  {self.fix}"
 
 
-def show(value: object) -> str:
-    """A value as it would be written on the command line, cut when it is long."""
+def show(value: object, longest: int | None = _LONGEST_VALUE) -> str:
+    """A value as it would be written on the command line, cut when it is longer than so many characters."""
     text = _written(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return text if longest is None or len(text) <= longest else text[: longest - 3] + "..."
 
 
 def _written(value: object) -> str:

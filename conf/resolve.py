@@ -62,7 +62,16 @@ class Change:
     """What the new command says."""
 
     def __str__(self) -> str:
-        return f"{self.key}: {show(self.old)} -> {show(self.new)}"
+        return f"{self.key}: {show(_told(self.old), None)} -> {show(_told(self.new), None)}"
+
+
+def _told(value: Any) -> Any:
+    """A value without the keys of its items that nobody set."""
+    if isinstance(value, list):
+        return [_told(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _told(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def total_steps(config: Config) -> int:

@@ -14,21 +14,27 @@ from errors import DataRefused
 from files import sync
 
 
-def prepare_once(folder: Path, build: Callable[[Path, Say], None], say: Say) -> None:
-    """Makes sure that `folder` exists, built by one process of all that ask for it; a folder of that name is whole.
+def prepare_once(
+    folder: Path, build: Callable[[Path, Say], None], is_whole: Callable[[Path], bool], say: Say
+) -> None:  # fmt: skip
+    """Makes sure that `folder` is there and whole, built by one process of all that ask for it.
 
-    `build` fills a folder that it is given, and tells how far it is. Raises DataRefused where nothing can be written.
+    `build` fills a folder that it is given, and tells how far it is. One that is not whole any more is built again.
+    Raises DataRefused where nothing can be written.
     """
-    if folder.is_dir():
+    if is_whole(folder):
         return
     with disk_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(folder.with_name(f".{folder.name}.lock"), f"preparing {folder.name}", say) as note:
-            if folder.is_dir():
+            if is_whole(folder):
                 return
             if note:  # under the lock, a temporary folder that is there belongs to a process that died
                 for left in folder.parent.glob(f".{folder.name}.*.tmp"):
                     shutil.rmtree(left, ignore_errors=True)
+            if folder.exists():
+                say(f"{folder} is damaged and is made again")
+                folder.rename(folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp"))
             _build_beside(folder, build, note or say)
     say(f"prepared {folder}")
 

@@ -14,8 +14,8 @@ class SourceConfig:
     name: str
     """Name of the source in metrics, in checkpoints and in the data order's key."""
     weight: float | None = None
-    """Share of the samples, in proportion to the other sources' (they need not add up to 1); null: 1, or its size's
-    share under data.temperature."""
+    """Share of the samples: of all sources 1 together, or proportions in numbers from 1 on; null for all of them: equal
+    shares, or shares by size under data.temperature."""
     prefix: str | None = None
     """Path of a corpus in Megatron's .bin/.idx format, without the endings; a pattern such as shards/web_* joins all
     that match, in the order of their names, into one source."""

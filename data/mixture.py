@@ -83,7 +83,8 @@ def period_counts(weights: Sequence[Fraction]) -> list[int]:
 
 def temperature_weights(sizes: Sequence[int], temperature: float) -> list[Fraction]:
     """size^(1/T), normalised: T = 1 is in proportion to size, larger ones even sources out (Devlin, 2018)."""
-    powers = [float(size) ** (1.0 / temperature) for size in sizes]
+    # Of the largest: powers of large sizes overflow, those of shares can only vanish.
+    powers = [(size / max(sizes)) ** (1.0 / temperature) for size in sizes]
     return [Fraction(power) / Fraction(sum(powers)) for power in powers]
 
 

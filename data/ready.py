@@ -34,6 +34,7 @@ from errors import DataRefused
 
 _ENTROPY_SAMPLE = 4_000_000
 _TOKENIZER_BYTES = 50_000_000
+_MODEL, _SUM = "tokenizer.model", "tokenizer.sha256"
 _PREPARATION = 2
 """Raised whenever the same texts and settings would give another tokenizer or other tokens."""
 
@@ -50,6 +51,8 @@ class ReadySource:
     """Prefix of the held-out corpus, likewise, if there is one."""
     fingerprint: str
     """Identifies the training corpus's content, in hex."""
+    held_out_fingerprint: str | None
+    """That of the held-out corpus, if there is one."""
     unigram_entropy: float
     """Entropy of its token frequencies in nats a token; of some 4 million tokens where no .json tells."""
     held_out_bytes_per_token: float | None
@@ -66,34 +69,42 @@ class ReadyData:
     """What `load_tokenizer` takes; None: unknown."""
     vocab_size: int
     """Entries of the vocabulary; every id is below it."""
+    tokenizer_fingerprint: str | None = None
+    """Hash of the tokenizer that made the ids, in hex; None: unknown."""
 
-    @property
-    def tokenizer_files(self) -> dict[str, Path]:
+    def tokenizer_files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of the tokenizer, by the files' names there; the tokenizer itself is the first."""
         if self.tokenizer is None or self.tokenizer == BYTES:
             return {}
         file = Path(load_tokenizer(self.tokenizer).path)
         beside = file.with_name("tokenizer_config.json")
         if file.suffix != ".json":
-            return {"tokenizer.model": file}
-        return {"tokenizer.json": file, **({beside.name: beside} if beside.is_file() else {})}
+            return {"tokenizer.model": file.read_bytes()}
+        more = {beside.name: beside.read_bytes()} if beside.is_file() else {}
+        return {"tokenizer.json": file.read_bytes(), **more}
 
     @property
     def fingerprint(self) -> str:
-        """Identifies all of it, in hex."""
-        return hashlib.sha256(" ".join(f"{each.name} {each.fingerprint}" for each in self.sources).encode()).hexdigest()
+        """Identifies all of it, held-out corpora included, in hex."""
+        parts = (f"{each.name} {each.fingerprint} {each.held_out_fingerprint}" for each in self.sources)
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
-def ready(config: DataConfig, say: Say, model_vocab: int | None = None, root: Path | None = None) -> ReadyData:
+def ready(
+    config: DataConfig, say: Say, model_vocab: int | None = None, root: Path | None = None, tokenizer: str | None = None
+) -> ReadyData:  # fmt: skip
     """Finds, opens and checks the data of `config`, and prepares texts on first use.
 
     Any number of processes may call it at once: one a file system prepares, the others wait. `say` prints a
     line. `model_vocab`: entries that the model is set to have, for corpora that do not tell theirs. `root`:
-    folder that a corpus that needs no download reads; None: its usual one. Raises DataRefused.
+    folder that a corpus that needs no download reads; None: its usual one. `tokenizer`: in the place of one that
+    would be trained here. Raises DataRefused.
     """
     origins = {each.name: origin_of(each, root=root) for each in config.sources if each.prefix is None}
-    given = config.tokenizer or (str(_trained_tokenizer(config, origins, say)) if origins else None)
-    tokenizer = load_tokenizer(given) if given else None
+    given = config.tokenizer or tokenizer
+    if given is None and origins:
+        given = str(_trained_tokenizer(config, origins, say))
+    known = load_tokenizer(given) if given else None
     found = []
     for source in config.sources:
         places = (source.prefix or "", source.validation)
@@ -101,11 +112,11 @@ def ready(config: DataConfig, say: Say, model_vocab: int | None = None, root: Pa
             places = _prepared(config, source, origins[source.name], given, say)
         corpora = (open_corpus(places[0]), open_corpus(places[1]) if places[1] else None)
         found.append(_Found(source.name, places, corpora, tuple(_described(c) if c else None for c in corpora)))
-    vocab_size = _vocabulary(config, found, tokenizer, model_vocab)
+    vocab_size = _vocabulary(config, found, known, model_vocab)
     for each in found:
         for corpus in filter(None, each.corpora):
             corpus.check_ids(vocab_size)
-    return ReadyData(tuple(each.ready() for each in found), given, vocab_size)
+    return ReadyData(tuple(each.ready() for each in found), given, vocab_size, _fingerprint_of_tokenizer(known, found))
 
 
 @dataclass(frozen=True)
@@ -118,9 +129,9 @@ class _Found:
     described: tuple[CorpusMetadata | None, ...]
 
     def ready(self) -> ReadySource:
-        (corpus, _), (training, held_out) = self.corpora, self.described
+        (corpus, held), (training, held_out) = self.corpora, self.described
         return ReadySource(
-            self.name, *self.places, corpus.fingerprint(),
+            self.name, *self.places, corpus.fingerprint(), held.fingerprint() if held else None,
             training.unigram_entropy if training else _sampled_entropy(corpus),
             held_out.bytes_per_token if held_out else None,
         )  # fmt: skip
@@ -160,6 +171,12 @@ def _vocabulary(
             "null, to be taken from the data"
         )
     return known
+
+
+def _fingerprint_of_tokenizer(tokenizer: Tokenizer | None, found: Sequence[_Found]) -> str | None:
+    if tokenizer is not None:
+        return tokenizer.fingerprint
+    return next((told.tokenizer for each in found for told in each.described if told), None)
 
 
 def _described(corpus: Corpus) -> CorpusMetadata | None:
@@ -210,8 +227,8 @@ def _prepared(
     config: DataConfig, source: SourceConfig, origin: Origin, tokenizer: str, say: Say
 ) -> tuple[str, str | None]:
     """Prefixes of a source that is prepared here, for training and held out."""
-    known = load_tokenizer(tokenizer).fingerprint
-    settings = (_PREPARATION, known, config.held_out, config.shuffle_seed, source.max_documents)
+    known = load_tokenizer(tokenizer)
+    settings = (_PREPARATION, known.fingerprint, known.eod, config.held_out, config.shuffle_seed, source.max_documents)
     folder = _folder(config, source.name, origin.fingerprint(), settings)
     held_out = folder / "validation" if config.held_out else None
     plan = Preparation(
@@ -220,7 +237,10 @@ def _prepared(
     )  # fmt: skip
     if not is_prepared(plan):
         with disk_errors(folder):
-            prepare(plan, say)
+            report = prepare(plan, say)
+        for line in report.table().splitlines():
+            say(f"  {line}")
+        say(f"  all of it: {plan.output}.report.json")
     return str(plan.output), str(held_out) if held_out else None
 
 
@@ -235,10 +255,20 @@ def _trained_tokenizer(config: DataConfig, origins: Mapping[str, Origin], say: S
         note(state)
         share = _TOKENIZER_BYTES // len(origins)
         texts = (text for each in origins.values() for text in _first_texts(each, share, config.held_out))
-        train_sentencepiece(texts, config.vocab_size, target / "tokenizer.model")
+        made = train_sentencepiece(texts, config.vocab_size, target / _MODEL)
+        (target / _SUM).write_text(made.fingerprint, encoding="utf-8")
 
-    prepare_once(folder, build, say)
-    return folder / "tokenizer.model"
+    prepare_once(folder, build, _has_whole_tokenizer, say)
+    return folder / _MODEL
+
+
+def _has_whole_tokenizer(folder: Path) -> bool:
+    """Whether the tokenizer in it is the one that was written."""
+    try:
+        found = hashlib.sha256((folder / _MODEL).read_bytes()).hexdigest()
+        return found == (folder / _SUM).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
 
 
 def _first_texts(origin: Origin, most_bytes: int, held_out: float) -> Iterator[str]:

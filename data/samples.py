@@ -76,8 +76,7 @@ class Samples:
         self._firsts = [phase.first for phase in phases]
         if not phases or self._firsts[0] != 0 or sorted(set(self._firsts)) != self._firsts:
             raise ValueError(f"phases must begin at ascending samples, the first at 0, not at {self._firsts}")
-        lengths = dict.fromkeys(phase.seq_len for phase in phases)
-        self._orders = {length: {each.name: each.order(length) for each in sources} for length in lengths}
+        self._orders: dict[tuple[str, int], SampleOrder] = {}
         self._corpora = {each.name: each.corpus for each in sources}
         cursors: dict[str, int] = {}
         self._phases: list[_Started] = []
@@ -105,7 +104,7 @@ class Samples:
             sources, before = started.mixture.places(numbers[own] - started.phase.first)
             for source in np.unique(sources).tolist():
                 name, of_source = started.names[source], sources == source
-                order, cursor = self._orders[started.phase.seq_len][name], started.cursors.get(name, 0)
+                order, cursor = self._order(name, started.phase.seq_len), started.cursors.get(name, 0)
                 starts = order.starts(before[of_source] + cursor).tolist()
                 for at, start in zip(own[of_source].tolist(), starts, strict=True):
                     found[at] = (self._corpora[name], start)
@@ -117,8 +116,16 @@ class Samples:
 
     def epochs(self, sample: int) -> dict[str, float]:
         """How many times each source has been read before `sample`."""
-        cursors, orders = self.cursors(sample), self._orders[self._started(sample).phase.seq_len]
-        return {name: cursors.get(name, 0) / order.samples_per_epoch for name, order in orders.items()}
+        cursors, length = self.cursors(sample), self.seq_len(sample)
+        read = {each.name: cursors.get(each.name, 0) for each in self.sources}
+        return {
+            name: count / self._order(name, length).samples_per_epoch if count else 0.0 for name, count in read.items()
+        }
+
+    def shares(self, sample: int) -> dict[str, float]:
+        """The mixture that holds at a sample: shares of the sources that give any."""
+        counts = self._started(sample).phase.counts
+        return {name: count / sum(counts.values()) for name, count in counts.items()}
 
     def seq_len(self, sample: int) -> int:
         """Tokens of a sample."""
@@ -142,11 +149,18 @@ class Samples:
         before = self._phases[-1].phase.seq_len
         if phase.seq_len == before:
             return cursors
-        old, new = self._orders[before], self._orders[phase.seq_len]
-        return {
-            name: -(-cursor // old[name].samples_per_epoch) * new[name].samples_per_epoch if name in old else cursor
-            for name, cursor in cursors.items()
-        }
+        converted = dict(cursors)
+        for name in {name for name, cursor in cursors.items() if cursor} & self._corpora.keys():
+            epochs = -(-cursors[name] // self._order(name, before).samples_per_epoch)
+            converted[name] = epochs * self._order(name, phase.seq_len).samples_per_epoch
+        return converted
+
+    def _order(self, name: str, seq_len: int) -> SampleOrder:
+        """Made when asked for: a source that was never read at a length may be too short for it."""
+        if (name, seq_len) not in self._orders:
+            (source,) = (each for each in self.sources if each.name == name)
+            self._orders[name, seq_len] = source.order(seq_len)
+        return self._orders[name, seq_len]
 
 
 def samples_of(source: Source, seq_len: int) -> Samples:

@@ -164,13 +164,17 @@ class Pipeline:
         self._run(self._schedule(micro_batches).eval, micro_batches)
 
     def _schedule(self, micro_batches: int) -> Any:
-        """torch's schedule over stages of its own: their buffers are one a micro-batch."""
+        """torch's schedule over stages of its own: their buffers are one a micro-batch. Two are kept: a run trains with
+        one number of micro-batches at a time, and evaluates with one."""
         if micro_batches not in self._made:
+            if len(self._made) == 2:
+                del self._made[next(iter(self._made))]
             stages = [self._stage(each) for each in self.parts]
             self._made[micro_batches] = getattr(schedules, self.kind.torch_name)(
                 stages if self.kind.several else stages[0], micro_batches,
                 loss_fn=lambda output, target: output, scale_grads=False,
             )  # fmt: skip
+        self._made[micro_batches] = self._made.pop(micro_batches)  # the last one used stands last
         return self._made[micro_batches]
 
     def _run(self, work: Callable[..., object], micro_batches: int) -> None:

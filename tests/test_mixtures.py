@@ -154,3 +154,67 @@ def test_a_mixture_goes_on_with_any_number_of_ranks(mixed, ranks):
         done = torchrun(count, *wide, f"train.stop_at={stop_at}")
         assert done.returncode == 0, done.stderr
     close(run_of(wide), run_of(wide, "whole"), 1e-5)
+
+
+def test_a_run_goes_back_once_and_the_later_checkpoints_are_set_aside(tiny, capsys):
+    keep = [*tiny, "checkpoint.keep=0"]
+    assert train.main(keep) == 0
+    back = [
+        *keep,
+        "train.skip_steps=[{first: 8, last: 9}]",
+        f"checkpoint.resume={run_of(tiny)}/checkpoints/step_00000006",
+    ]
+    assert train.main([*back, "train.stop_at=10"]) == 0
+    assert "going back to step 6: a later checkpoint is now" in capsys.readouterr().out
+    folder = run_of(tiny) / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        "set_aside_step_00000012.1", "set_aside_step_00000018.1", "set_aside_step_00000020.1",
+        "step_00000006", "step_00000010",
+    ]  # fmt: skip
+    assert train.main(back) == 0  # not back again
+    assert "resuming from" in (said := capsys.readouterr().out) and "step_00000010 at step 10" in said
+    assert state(run_of(tiny)).updates == 18 and state(run_of(tiny)).rewound == [6]
+
+
+def test_steps_that_are_done_cannot_be_passed_over_any_more(tiny, capsys):
+    assert train.main([*tiny, "train.stop_at=7"]) == 0
+    assert train.main([*tiny, "train.skip_steps=[{first: 5}]", "train.stop_at=8"]) == 0
+    assert "warning: train.skip_steps names steps up to 7, which are done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["train.global_batch=16", "train.batch_ramp=[{tokens: 99, global_batch: 4}]"])
+def test_another_batch_does_not_change_a_length_in_tokens_in_silence(tiny, capsys, change):
+    by_tokens = [*(o for o in tiny if "train.steps" not in o), "train.tokens=5120"]
+    assert train.main([*by_tokens, "train.stop_at=10"]) == 0
+    assert train.main([*by_tokens, change, "checkpoint.allow=[train.*]"]) == 2
+    assert "say where it ends in steps, train.steps=N" in capsys.readouterr().err
+
+
+def test_rates_are_of_what_was_trained(tiny):
+    often = [*tiny, "metrics.every=10", "train.skip_steps=[{first: 11, last: 19}]"]
+    assert train.main(often) == 0
+    ten, twenty = (r for r in records(run_of(tiny)) if "event" not in r)
+    for each, steps in ((ten, 10), (twenty, 1)):
+        working = steps * (each["step_time"] - each["time"]["evaluation"] - each["time"]["checkpoint"])
+        assert each["tokens_per_s"] == pytest.approx(steps * 256 / working)
+
+
+def test_texts_that_join_a_run_are_encoded_by_the_tokenizer_it_began_with(tiny, tmp_path, capsys):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for number in range(40):
+            words = (f"{name}{chr(97 + (number * at) % 26)}{at % 19}{chr(97 + at % 26)}" for at in range(150))
+            text = f"The {name} text says " + " ".join(words)
+            (tmp_path / name / f"{number}.txt").write_text(text)
+    one, two = (f"{{name: {name}, input: '{tmp_path / name}/*.txt'}}" for name in ("one", "two"))
+    plain = [o for o in tiny if not o.startswith("data")]
+    texts = [*plain, f"data.cache={tmp_path / 'cache'}", "data.vocab_size=512", "data.held_out=0.1", "data.workers=1"]
+    assert train.main([*texts, f"data.sources=[{one}]", "train.stop_at=4"]) == 0
+    began = state(run_of(tiny)).tokenizer_fingerprint
+    assert train.main([*texts, f"data.sources=[{one}, {two}]", "checkpoint.allow=[data.sources]"]) == 0
+    assert state(run_of(tiny)).tokenizer_fingerprint == began
+    assert len(list((tmp_path / "cache").glob("tokenizer-*"))) == 1
+    capsys.readouterr()
+    other = [*texts, f"data.sources=[{two}]", "data.tokenizer=bytes", "train.steps=30"]
+    assert train.main([*other, "checkpoint.allow=[data.*, train.steps]"]) == 3
+    assert "the run began with a tokenizer of SHA-256" in capsys.readouterr().err

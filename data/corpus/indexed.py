@@ -109,7 +109,15 @@ class IndexedCorpus:
             last = bisect_left(self._pointer_list, stop * size, last)
         if first == last:
             return np.empty(0, np.int64)
-        starts = self._beginnings(first, last) // size
+        try:
+            starts = self._beginnings(first, last) // size
+        except IndexError:
+            starts = np.array([start])  # no place inside
+        if starts.size and not start < starts[0] <= starts[-1] < stop:
+            raise DataRefused(
+                f"{self.idx_path}: documents {first} to {last} do not begin where their sequences do: the file is "
+                "damaged (`python -m data.inspect --verify` looks at all of it); copy or prepare the corpus again"
+            )
         # Documents without tokens start where the next one does.
         return np.unique(starts) if starts.size > 1 and (starts[1:] == starts[:-1]).any() else starts
 

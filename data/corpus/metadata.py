@@ -59,7 +59,7 @@ def read_metadata(prefix: Path) -> CorpusMetadata | None:
         return None
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataRefused(
             f"{path} cannot be read as JSON ({error}): restore it, or delete it if the corpus "
             "was not made by this repository's preparation"

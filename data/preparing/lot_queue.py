@@ -18,6 +18,7 @@ class LotQueue:
         self._records: dict[int, LotRecord] = {}
         self._next = self._documents = self._bytes_done = self._size_done = 0
         self._cut: int | None = None
+        self._size = sum(lot.size for lot in self.lots) if all(lot.size for lot in self.lots) else None
 
     def jobs(self) -> Iterator[Lot]:
         """Lots to do, until the limit is reached by lots that are done; big ones first where there is no limit."""
@@ -52,8 +53,8 @@ class LotQueue:
 
     def total(self) -> int | None:
         """Bytes of text that there will be, as far as sizes on disk tell; None: unknown."""
-        if self._limit or not all(lot.size for lot in self.lots):
+        if self._limit or self._size is None:
             return None
         ratio = self._bytes_done / self._size_done if self._size_done else 1.0
-        total = self._bytes_done + ratio * sum(lot.size for lot in self.lots if lot.number not in self._records)
+        total = self._bytes_done + ratio * (self._size - self._size_done)
         return round(total) if total >= self.bytes else None

@@ -62,11 +62,16 @@ class LotSetup:
     """The work folder."""
     tokenizer: str
     """Path that the tokenizer is loaded from."""
+    fingerprint: str
+    """The one that it must have."""
     settings: Settings
     """What is kept."""
 
     def __call__(self) -> LotWorker:
-        return LotWorker(self.folder, load_tokenizer(self.tokenizer, _say_nothing), self.settings)
+        tokenizer = load_tokenizer(self.tokenizer, _say_nothing)
+        if tokenizer.fingerprint != self.fingerprint:
+            raise DataRefused(f"{self.tokenizer} was replaced by another tokenizer meanwhile: start again")
+        return LotWorker(self.folder, tokenizer, self.settings)
 
 
 class LotWorker:

@@ -8,6 +8,7 @@ piece 2    | . | ....... | ... |
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ from errors import DataRefused
 
 Tell = Callable[[int], None]
 
-_RANGE_BYTES = 256 << 20
+_RANGE_BYTES = (256 << 20, 4 << 30)
+_OF_MEMORY = 8  # a range takes so many times less than what is free
 
 
 @dataclass
@@ -68,7 +70,7 @@ def merge(
     origin's order. Raises OSError, and DataRefused for a piece that is not as it was written.
     """
     total = sum(piece.size for piece in pieces)
-    ranges = max(1, -(-total // _RANGE_BYTES))
+    ranges = max(1, -(-total // _range_bytes()))
     borders = _Borders.of(folder, pieces, ranges)
     duplicates = 0
     for number in range(ranges):
@@ -81,6 +83,13 @@ def merge(
         _append(rows, tokens, order, sides)
         tell(int(rows["bytes"].sum(dtype=np.int64)))
     return duplicates
+
+
+def _range_bytes() -> int:
+    """Bytes of a range: large ones mean fewer visits to each piece. The corpus is the same whatever it is."""
+    least, most = _RANGE_BYTES
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(least, min(most, free // _OF_MEMORY))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ any number of workers and any number of interruptions.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ from data.progress import Meter, Say
 from data.texts.origin import Origin
 from data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from errors import ConfigRefused, DataRefused
+from files import sync
 
 _VERSION = 1
 """Raised whenever the same documents and settings would give other tokens, or other pieces."""
@@ -82,18 +84,28 @@ class Preparation:
 
     def __post_init__(self) -> None:
         """Raises ConfigRefused for values that cannot work."""
+        apart = self.validation is None or self.validation.resolve() != self.output.resolve()
+        named = all(
+            not path.name.endswith((".bin", ".idx")) and path.name not in ("", "..") for path in self._prefixes()
+        )
         rules = (
             ("held_out", self.held_out, 0 < self.held_out < 1, "above 0 and below 1 (leave out validation for none)"),
+            ("output or validation", " ".join(map(str, self._prefixes())), named, "a path that ends in a name, without "
+             ".bin and .idx"),
             ("workers", self.workers, self.workers >= 1, "at least 1"),
             ("min_bytes", self.min_bytes, self.min_bytes >= 0, "at least 0"),
             ("max_bytes", self.max_bytes, self.max_bytes is None or self.max_bytes >= max(1, self.min_bytes),
              "at least 1 and not below min_bytes"),
             ("max_documents", self.max_documents, self.max_documents is None or self.max_documents >= 1, "at least 1"),
-            ("validation", self.validation, self.validation != self.output, "another prefix than the output's"),
+            ("validation", self.validation, apart, "another prefix than the output's"),
         )  # fmt: skip
         for name, value, holds, rule in rules:
             if not holds:
                 raise ConfigRefused(f"{name} is {value}, but must be {rule}: change it")
+
+    def _prefixes(self) -> list[Path]:
+        """Of what is made."""
+        return [self.output] if self.validation is None else [self.output, self.validation]
 
 
 def prepare(preparation: Preparation, say: Say, note: Say | None = None) -> Report:
@@ -110,14 +122,20 @@ def prepare(preparation: Preparation, say: Say, note: Say | None = None) -> Repo
     with disk_refusals(preparation.output.parent):
         for prefix in filter(None, (preparation.output, preparation.validation)):
             prefix.parent.mkdir(parents=True, exist_ok=True)
-        lock = _beside(preparation.output, ".{}.lock")
-        with exclusive(lock, f"preparing {preparation.output}", say) as tell_waiting:
+        with ExitStack() as stack:
+            # In one order, so that two that share a held-out corpus do not wait for each other.
+            prefixes = sorted(filter(None, (preparation.output, preparation.validation)))
+            tells = [
+                stack.enter_context(exclusive(_beside(prefix, ".{}.lock"), f"preparing {prefix}", say))
+                for prefix in prefixes
+            ]
+            tell_waiting = None if None in tells else _all(*tells)
             told = _all(note, tell_waiting)
             work = _beside(preparation.output, "{}.work")
             if tell_waiting is None:
                 work = work.with_name(f"{work.name}.{uuid.uuid4().hex[:12]}")
                 say(f"without locks, a preparation that is stopped begins anew; {work} is then left behind")
-            return _Task(preparation, work, say, told).run()
+            return _Task(preparation, work, say, told, alone=tell_waiting is not None).run()
 
 
 def is_prepared(preparation: Preparation) -> bool:
@@ -129,8 +147,9 @@ def is_prepared(preparation: Preparation) -> bool:
 class _Task:
     """One preparation, under its lock."""
 
-    def __init__(self, preparation: Preparation, work: Path, say: Say, note: Say) -> None:
-        self._preparation, self._say, self._note = preparation, say, note
+    def __init__(self, preparation: Preparation, work: Path, say: Say, note: Say, alone: bool = True) -> None:
+        """alone: no other process works at the same corpora; else what it has made so far must be left to it."""
+        self._preparation, self._say, self._note, self._alone = preparation, say, note, alone
         self._tokenizer = load_tokenizer(preparation.tokenizer, say)
         self._plan = _plan(preparation, self._tokenizer)
         self._work = WorkFolder(work, self._plan)
@@ -148,8 +167,13 @@ class _Task:
                 self._refuse_existing()
                 self._work.make()
             for prefix in filter(None, (self._preparation.output, self._preparation.validation)):
-                remove_leftovers(prefix)
-            records = self._read()
+                if self._alone:
+                    remove_leftovers(prefix)
+            try:
+                records = self._read()
+            except DataRefused:
+                self._work.remove_if_empty()  # the command as it is mended must not meet it
+                raise
             self._check(records)
             report = self._merged(records)
         if self._work.is_ours():
@@ -189,8 +213,10 @@ class _Task:
         asked = self._preparation
         settings = Settings(asked.seed, asked.deduplicate, asked.min_bytes, asked.max_bytes)
         queue = LotQueue(lots_of(asked.origin.parts(), asked.max_documents), asked.max_documents)
-        setup = LotSetup(self._work.path, asked.tokenizer, settings)
-        self._say(f"{len(queue.lots):,} lots of texts, {asked.workers} workers")
+        setup = LotSetup(self._work.path, asked.tokenizer, self._tokenizer.fingerprint, settings)
+        many = "portions" if len(queue.lots) != 1 else "portion"
+        workers = "processes" if asked.workers != 1 else "process"
+        self._say(f"{asked.output}: {len(queue.lots):,} {many} of text, {asked.workers} {workers}")
         with Meter("encoding", self._say, self._note) as meter:
 
             def tell(count: int) -> None:
@@ -214,9 +240,10 @@ class _Task:
         if unreadable and (not asked.allow_unreadable or not kept):
             first = "\n".join(f"  {part.why}" for part in unreadable[:5])
             rest = f"\n  and {len(unreadable) - 5} more" if len(unreadable) > 5 else ""
-            way = "mend or remove them" + (", or pass --allow-unreadable to go on without" if kept else "")
+            way = "mend or remove them" + (", or go on without them: data.prepare --allow-unreadable" if kept else "")
             raise DataRefused(f"{len(unreadable)} parts of the texts cannot be read: {way}\n{first}{rest}")
         if not kept:
+            self._work.remove()  # there is nothing in it that another command could go on with
             why = skips_in_words(all_skips(records)) or "nothing was found"
             raise DataRefused(f"there is no text to prepare ({why}): check what is read, its format and its column")
         if asked.origin.fingerprint() != self._plan["texts"]:
@@ -260,15 +287,16 @@ class _Task:
                 f"held_out={asked.held_out} leaves none of {sum(record.documents for record in records)} documents for "
                 "training: lower it, or hold nothing out"
             )
-        with_suffix(asked.output, ".report.json").unlink(missing_ok=True)
-        validation, training = (
-            Side.of(side.writer.finish(tokenizer.fingerprint, tokenizer.vocab_size, side.bytes_of_text))
-            if side
-            else None
-            for side in (sides.validation, sides.training)
-        )
-        assert training is not None, "there is always a training corpus"
-        return training, validation
+        if self._alone:  # what stands there goes first: an old corpus beside a new held-out one would overlap
+            for ending in (".report.json", ".json", ".idx"):
+                with_suffix(asked.output, ending).unlink(missing_ok=True)
+            sync(asked.output.absolute().parent)
+
+        def made(side: MergedSide) -> Side:
+            return Side.of(side.writer.finish(tokenizer.fingerprint, tokenizer.vocab_size, side.bytes_of_text))
+
+        validation = made(sides.validation) if sides.validation else None
+        return made(sides.training), validation
 
     def _report(self, records: Sequence[LotRecord], made: tuple[Side, Side | None], duplicates: int) -> Report:
         seconds = time.monotonic() - self._began
@@ -299,7 +327,14 @@ def _plan(preparation: Preparation, tokenizer: Tokenizer) -> Plan:
         "min_bytes": preparation.min_bytes,
         "max_bytes": preparation.max_bytes,
         "max_documents": preparation.max_documents,
+        "validation": _relative(preparation),
     }
+
+
+def _relative(preparation: Preparation) -> str | None:
+    """The held-out corpus as seen from the other, so that both may be moved together."""
+    held = preparation.validation
+    return None if held is None else os.path.relpath(held.resolve(), preparation.output.resolve().parent)
 
 
 def _all(*listeners: Say | None) -> Say:

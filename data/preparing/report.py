@@ -107,7 +107,8 @@ def read_report(prefix: Path) -> Report | None:
             why: Skips(skips["count"], tuple(skips["keys"])) for why, skips in fields["skipped"].items()
         }
         fields["unreadable"] = tuple(Unreadable(**unreadable) for unreadable in fields["unreadable"])
-        return Report(**fields)
+        fields |= {"seconds": float(fields["seconds"]), "megabytes_per_second": float(fields["megabytes_per_second"])}
+        return Report(**fields) if isinstance(fields["plan"], dict) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -144,7 +145,8 @@ def _side(side: Side) -> str:
 
 
 def _skips(skips: Skips) -> str:
-    return f"{skips.count:,} ({', '.join(skips.keys)}{', ...' if skips.count > len(skips.keys) else ''})"
+    keys = ", ".join(key.encode("utf-8", "backslashreplace").decode() for key in skips.keys)
+    return f"{skips.count:,} ({keys}{', ...' if skips.count > len(skips.keys) else ''})"
 
 
 def _together(all_of_them: Iterable[Skips]) -> Skips:

@@ -61,6 +61,11 @@ class WorkFolder:
         self.path.rename(self._old)
         shutil.rmtree(self._old)
 
+    def remove_if_empty(self) -> None:
+        """Removes it unless some of the work is done."""
+        if self.is_ours() and not list(self.path.glob("lot_*.json")):
+            self.remove()
+
     def _plan_found(self) -> Plan | None:
         """The plan in it; None: there is no folder, or it is none of ours."""
         try:

@@ -35,7 +35,7 @@ class FilesOrigin:
         """Parts of all the files, in the order of their paths.
 
         Opens parquet files alone (their row groups are needed). Raises DataRefused when an input matches nothing,
-        and for a parquet file that is damaged or lacks the column.
+        and for a parquet file that lacks the column.
         """
         parts: list[Part] = []
         texts: list[FoundFile] = []

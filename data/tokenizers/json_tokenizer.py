@@ -98,7 +98,13 @@ class JsonTokenizer:
 
     def _encode_slowly(self, text: str) -> Ids:
         to_utf8(text)
-        return np.array(self._reference.encode(text, add_special_tokens=False).ids, np.int32)
+        try:
+            return np.array(self._reference.encode(text, add_special_tokens=False).ids, np.int32)
+        except Exception as error:  # the library raises nothing more special
+            raise DataRefused(
+                f"the tokenizer {self.path} has no ids for a text that begins with {text[:40]!r} ({error}): it lacks "
+                "an entry for unknown words, say; mend it or give another"
+            ) from error
 
     def _is_audited(self, text: str) -> bool:
         """The first texts, then some that follow from the text alone, in whichever process it is encoded."""
@@ -137,12 +143,17 @@ class JsonTokenizer:
 def _definition(path: Path, content: bytes) -> dict[str, Any]:
     try:
         definition = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataRefused(f"the tokenizer {path} is damaged, its JSON is broken ({error}): copy it again") from error
     if not isinstance(definition, dict) or not isinstance(definition.get("model"), dict):
         raise DataRefused(
             f"{path} is JSON, but no tokenizer: it has no `model`; give the tokenizer.json that the library "
             "tokenizers writes (not the model's config, nor vocab.json)"
+        )
+    if definition["model"].get("dropout"):
+        raise DataRefused(
+            f"{path} has model.dropout={definition['model']['dropout']}: it cuts words by chance, so that the same "
+            'text has other ids each time; use a copy of it with "dropout": null'
         )
     return definition | {"added_tokens": definition.get("added_tokens") or []}
 

@@ -44,8 +44,8 @@ def test_what_is_saved_is_read_back(tmp_path):
 
 
 def test_only_safetensors_json_and_the_tokenizer_are_written(tmp_path):
-    (tmp_path / "t.model").write_bytes(b"spm")
-    path = save(tmp_path / "c", 1, tokenizer={"tokenizer.model": tmp_path / "t.model"})
+    path = save(tmp_path / "c", 1, tokenizer={"tokenizer.model": b"spm"})
+    assert (path / "tokenizer.model").read_bytes() == b"spm"
     assert {p.name for p in path.iterdir()} == {
         "tensors.safetensors", "pieces.json", "state.json", "tokenizer.model",
     }  # fmt: skip

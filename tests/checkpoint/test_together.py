@@ -96,7 +96,7 @@ def test_rank_0_failing_at_the_start_stops_all(tmp_path):
 
 def test_rank_0_failing_at_the_end_stops_all(tmp_path):
     save(tmp_path, 1)
-    assert_refused(save(tmp_path, 2, tokenizer={"tokenizer.model": tmp_path / "nothere.model"}), "rank 0: [Errno 2]")
+    assert_refused(save(tmp_path, 2, tokenizer={"nowhere/t.model": b"spm"}), "rank 0: [Errno 2]")
     assert names(tmp_path) == {"step_00000001", "latest"}
 
 

@@ -39,7 +39,7 @@ ACCEPTED = [
     (dict[str, Any], {"a": [1, {"b": None}]}, {"a": [1, {"b": None}]}),
 ]  # fmt: skip
 REFUSED = [
-    (int, True), (int, 2.0), (int, "3"), (int, None), (float, True), (float, "0.1"), (float, "fast"),
+    (int, True), (int, 2.5), (int, "2.5e0"), (int, "3"), (int, None), (float, True), (float, "0.1"), (float, "fast"),
     (float, float("nan")), (float, float("inf")), (float, 10**400), (float, "1e999"), (bool, 1),
     (bool, "true"), (str, 1), (str, None), (str, True), (Literal["a", "b"], "c"),
     (Literal["a", "b"], None), (Literal[1, 2], True),
@@ -133,3 +133,10 @@ def test_whatever_stands_in_a_section_gives_a_config_and_problems_but_never_anot
     assert isinstance(config, Config)
     assert all(str(each) for each in problems)
     assert FAILED not in vars(config).values()
+
+
+@pytest.mark.parametrize("written", [2e3, "2e3", 2000.0, 2000])
+def test_a_whole_number_may_be_written_with_an_exponent(written: object) -> None:
+    """As budgets of tokens are: 2e12."""
+    steps = from_dict({"train": {"steps": written}}).train.steps
+    assert steps == 2000 and type(steps) is int

@@ -100,7 +100,7 @@ def test_small_pieces_and_many_ranges_change_nothing(tmp_path: Path, monkeypatch
         monkeypatch.setattr("data.preparing.pieces._PIECE_BYTES", 300)
         monkeypatch.setattr("data.preparing.pieces._BLOCK_TOKENS", 50)
         monkeypatch.setattr("data.preparing.lot_reader._BATCH_CHARACTERS", 100)
-        monkeypatch.setattr("data.preparing.merge._RANGE_BYTES", 1000)
+        monkeypatch.setattr("data.preparing.merge._RANGE_BYTES", (1000, 1000))
     assert files(tmp_path / "oneFalse") == files(tmp_path / "manyFalse")
     assert files(tmp_path / "oneTrue") == files(tmp_path / "manyTrue")
 

@@ -104,23 +104,6 @@ def test_the_fused_path_equals_the_blocked_one(lengths, seq_len, window, documen
     )
 
 
-def test_probabilities_kept_or_made_again_give_the_same_gradients(monkeypatch):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 2, 600, 2, 8), torch.randn(1, 2, 600, 8), torch.randn(1, 2, 600, 8)
-    tensors = [t.requires_grad_() for t in (q, k, v)]
-    positions = torch.arange(600)
-    context = attention_context(
-        positions, borders([600]), 600, inverse_wavelengths(8, 1e4), dtype=torch.float32, documents=True
-    )
-    grads = []
-    for limit in (1024, 100):
-        monkeypatch.setattr(attention_kernels, "_KEEP_UP_TO", limit)
-        out = attention_kernels.blocked_attention(q, k, v, context.blocks)
-        grads.append(torch.autograd.grad(out.square().sum(), tensors))
-    for kept, again in zip(*grads, strict=True):
-        assert torch.equal(kept, again)
-
-
 def test_the_call_of_the_cuda_kernel_fits_its_signature():
     """The variable-length kernel runs on CUDA only: its call is bound to the installed signature."""
     from torch.nn.attention.varlen import varlen_attn
