@@ -36,6 +36,7 @@ HASHED_WHOLE = 64 << 20
 """Bytes up to which a fingerprint is of all of a file."""
 
 _TOKENS_A_PLACE = 64
+_CHECKED_AT_ONCE = 1 << 20
 _NEAR = 64
 _HASHED_BLOCKS = 128
 _HASHED_BLOCK_BYTES = 4096
@@ -70,6 +71,7 @@ class IndexedCorpus:
             self._check_stream_size(file.size, end)
             self._stream: Tokens = file.mapped().view(self.dtype)
         self.tokens = self._stream.size
+        self._ascends = False  # known of the whole table of documents
 
         pointers_at, documents_at = _tables(sequences)
         self.lengths: npt.NDArray[np.int32] = index[HEADER.size : pointers_at].view("<i4")
@@ -126,8 +128,25 @@ class IndexedCorpus:
         # Most corpora have a document a sequence: then the table's entries here are their own numbers.
         if self.document_indices[first:last].tobytes() == np.arange(first, last).tobytes():
             return self.pointers[first:last]
+        if self.documents == len(self.pointers) and not self._ascends:
+            # As many documents as sequences, and not one to one: some are empty, or the table is damaged.
+            self._check_documents()
         low = bisect_left(self._document_list, first)
         return self.pointers[self.document_indices[low : bisect_left(self._document_list, last, low)]]
+
+    def _check_documents(self) -> None:
+        """Raises DataRefused unless documents begin at sequences that are there, in their order."""
+        for begin in range(0, self.documents, _CHECKED_AT_ONCE):
+            entries = self.document_indices[begin : begin + _CHECKED_AT_ONCE + 1]
+            wrong = (entries < 0) | (entries > self.documents)
+            wrong[1:] |= entries[1:] < entries[:-1]
+            if wrong.any():
+                raise DataRefused(
+                    f"{self.idx_path}: document {begin + int(wrong.argmax())} begins at sequence "
+                    f"{entries[wrong.argmax()]}, which is none, or before the one before it: the file is damaged; copy "
+                    "or prepare the corpus again"
+                )
+        self._ascends = True
 
     def document_starts(self, first: int, stop: int) -> Offsets:
         """Where documents [first, stop) start in the stream, `tokens` for document `documents`: [stop - first] int64.

@@ -378,3 +378,25 @@ def test_zlib_alone_is_no_gzip(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(zlib.compress(b"x" * 100))
     with pytest.raises(DataRefused, match="is damaged or cut"):
         read(files(tmp_path))
+
+
+def test_what_can_be_read_is_read_before_what_cannot_be_is_told(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt.gz").write_bytes(gzip.compress(name.encode() * 50))
+    broken = tmp_path / "b.txt.gz"
+    broken.write_bytes(broken.read_bytes()[:-9])
+    (part,) = files(tmp_path).parts()
+    found = []
+    with pytest.raises(DataRefused, match=r"b.txt.gz"):
+        for item in part.read():
+            found.append(item)
+    assert [item.key for item in found] == ["a.txt.gz", "c.txt.gz"]
+
+
+def test_a_damaged_parquet_file_is_a_part_that_says_so(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "good.parquet")
+    (tmp_path / "bad.parquet").write_bytes((tmp_path / "good.parquet").read_bytes()[:-20])
+    bad, good = files(tmp_path).parts()
+    assert [item.key for item in good.read()] == ["good.parquet:0", "good.parquet:1"]
+    with pytest.raises(DataRefused, match=r"bad.parquet is no whole parquet file"):
+        list(bad.read())

@@ -268,3 +268,13 @@ def test_an_id_that_the_type_on_disk_cannot_hold_is_refused(tmp_path: Path, toke
 def test_the_smallest_type_that_holds_every_id_is_chosen(vocab_size: int, dtype: str) -> None:
     assert token_dtype(vocab_size) == dtype
     assert np.iinfo(dtype).max >= vocab_size - 1
+
+
+@pytest.mark.parametrize("value", [1 << 40, -1, 0])
+def test_a_border_that_is_none_is_refused_where_it_is_read(tmp_path: Path, value: int) -> None:
+    """Between the places that are looked at on opening."""
+    write(tmp_path / "a", [[1, 2, 3]] * 400)
+    patch(tmp_path / "a.idx", HEADER.size + 4 * 400 + 8 * 400 + 8 * 201, "<q", value)
+    corpus = IndexedCorpus(tmp_path / "a")
+    with pytest.raises(DataRefused, match=r"a.idx: document.* is damaged"):
+        corpus.borders(600, 606)

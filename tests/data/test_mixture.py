@@ -79,6 +79,11 @@ def test_temperature_weights_are_powers_of_sizes_normalised(temperature: float) 
         assert float(weight) == pytest.approx(power / sum(wanted), rel=1e-12)
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-3, 1e300])
+def test_no_temperature_is_too_much(temperature: float) -> None:
+    assert sum(temperature_weights([10**12, 1, 7], temperature)) == 1
+
+
 def test_a_source_without_samples_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Mixture([3, 0])

@@ -243,3 +243,11 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path, capsy
     assert command.main(given) == 3
     assert "no end-of-sequence token" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_repeated_input_adds_to_the_first(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"text {name}")
+    given = ["--input", str(tmp_path / "a.txt"), "--input", str(tmp_path / "b.txt")]
+    assert command.main([*given, "--tokenizer", "bytes", "--output", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["documents"] == 2

@@ -244,6 +244,14 @@ def test_a_prepared_folder_that_lost_a_file_is_mended(tmp_path: Path, fake_libra
     assert content(folder_of(first)) == before
 
 
+def test_a_trained_tokenizer_that_was_damaged_is_made_again(tmp_path: Path, fake_library: Path) -> None:
+    first = prepare(tmp_path, fake_library)
+    path = Path(first.tokenizer or "")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:500] + bytes([whole[500] ^ 1]) + whole[501:])
+    assert prepare(tmp_path, fake_library) == first and path.read_bytes() == whole
+
+
 def foreign(prefix: Path, documents: list[list[int]], described: bool = False, tokenizer: str = "f00d") -> SourceConfig:
     with CorpusWriter(prefix, "uint16") as writer:
         for document in documents:

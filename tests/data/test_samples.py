@@ -113,3 +113,11 @@ def test_a_phase_is_the_same_after_json() -> None:
     phase = Phase(7, {"b": 2, "a": 1}, 16)
     assert Phase.of(json.loads(json.dumps(asdict(phase)))) == phase
     assert list(Phase.of(asdict(phase)).counts) == ["b", "a"]
+
+
+def test_a_source_may_be_too_short_for_lengths_at_which_it_was_never_read() -> None:
+    long, short = Source("long", named("long", 9000), 5), Source("short", named("short", 60), 5)
+    phases = [Phase(0, {"long": 1}, 512), Phase(4, {"long": 1, "short": 1}, 32)]
+    samples = Samples([long, short], phases)
+    assert samples.epochs(3)["short"] == 0.0
+    assert {corpus.label for corpus, _ in samples.places(range(4, 8))} == {"long", "short"}  # type: ignore[attr-defined]

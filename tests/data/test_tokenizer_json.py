@@ -162,3 +162,24 @@ DAMAGED = {
 def test_a_damaged_file_is_refused(definition: str, tmp_path: Path, damage: str) -> None:
     with pytest.raises(DataRefused, match=r"tokenizer\.json"):
         load_tokenizer(written(tmp_path, DAMAGED[damage](definition)))
+
+
+def test_a_tokenizer_that_cuts_by_chance_is_refused(definition: str, load: Load) -> None:
+    model = json.loads(definition)["model"] | {"dropout": 0.5}
+    with pytest.raises(DataRefused, match=r"model.dropout=0.5.*by chance"):
+        load(changed(definition, model=model))
+
+
+def test_json_without_end_is_refused(load: Load, definition: str) -> None:
+    with pytest.raises(DataRefused, match="damaged"):
+        load('{"model": ' + "[" * 200_000)
+    with pytest.raises(DataRefused, match=r"tokenizer_config.json"):
+        load(definition, "[" * 200_000).eod  # noqa: B018
+
+
+def test_a_word_without_an_id_is_refused(load: Load) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, END: 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert load(tokenizer.to_str()).encode("a a") == [0, 0]
+    with pytest.raises(DataRefused, match="has no ids for a text that begins with 'a b'"):
+        load(tokenizer.to_str()).encode("a b")
