@@ -25,8 +25,8 @@ def nothing(*_):
     pass
 
 
-def averaged_over_micro_batches(self, batches, scale):
-    begin(self, batches, scale / len(batches))
+def averaged_over_micro_batches(self, batches, scale, *rest):
+    begin(self, batches, scale / len(batches), *rest)
 
 
 def counted_on_one_rank(self, everyone, batch, stops):
