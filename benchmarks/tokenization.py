@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from data.preparing.preparation import Preparation, prepare
-from data.texts import stdlib
+from data.texts.documents import documents_of
 from data.texts.files_origin import FilesOrigin
-from data.texts.origin import Document
+from data.texts.stdlib import library
 from data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 
 _LIBRARIES = {"sentencepiece": "sentencepiece, bare", "json": "tokenizers, bare"}
@@ -84,10 +84,10 @@ def main() -> None:
 def _texts(patterns: Sequence[str] | None, megabytes: float) -> tuple[list[str], list[str]]:
     """Documents to encode, about so many bytes of them, and others to train on."""
     if patterns:
-        parts = FilesOrigin(tuple(patterns)).parts()
-        texts = [each.text for part in parts for each in part.read() if isinstance(each, Document)]
+        texts = [document.text for document in documents_of(FilesOrigin(tuple(patterns)))]
     else:
-        texts = [document.text for document in stdlib.shuffled(stdlib.collect(), 0)]
+        texts = [document.text for document in documents_of(library())]
+        random.Random(0).shuffle(texts)
     count = size = 0
     for text in texts:
         if size > megabytes * 1e6:
@@ -222,11 +222,11 @@ def _report(seconds: dict[str, list[float]], size: int) -> None:
 def _compare(files: Files, texts: list[str]) -> None:
     """Print how many documents have other ids than the library gives; it must be none."""
     differing = 0
-    for kind, library in _LIBRARIES.items():
-        right = _encoder(library, files)(texts)
+    for kind, bare in _LIBRARIES.items():
+        right = _encoder(bare, files)(texts)
         found = _encoder(_OURS[kind], files)(texts)
         count = sum(list(theirs) != ours.tolist() for theirs, ours in zip(right, found, strict=True))
-        print(f"{'documents with other ids than ' + library:50s} {count} of {len(texts):,}")
+        print(f"{'documents with other ids than ' + bare:50s} {count} of {len(texts):,}")
         differing += count
     if differing:
         sys.exit(1)

@@ -26,7 +26,8 @@ from data.corpus.writer import entropy
 from data.preparing.preparation import Preparation, is_prepared, prepare
 from data.preparing.shuffle import content_digest, held_out_limit, sides, words
 from data.progress import Say
-from data.texts.origin import Document, Origin
+from data.texts.documents import documents_of
+from data.texts.origin import Origin
 from data.texts.origins import origin_of
 from data.tokenizers.byte_tokenizer import BYTES
 from data.tokenizers.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
@@ -274,16 +275,13 @@ def _has_whole_tokenizer(folder: Path) -> bool:
 def _first_texts(origin: Origin, most_bytes: int, held_out: float) -> Iterator[str]:
     """The first texts of an origin that are not held out, as many bytes as are asked for."""
     limit, read = held_out_limit(held_out, 0), 0
-    for part in origin.parts():
-        for each in part.read():
-            if not isinstance(each, Document):
-                continue
-            content = each.text.encode()
-            if sides(words([content_digest(content)])[:, 0])[0] > limit:
-                read += len(content)
-                if read > most_bytes:
-                    return
-                yield each.text
+    for document in documents_of(origin):
+        content = document.text.encode()
+        if sides(words([content_digest(content)])[:, 0])[0] > limit:
+            read += len(content)
+            if read > most_bytes:
+                return
+            yield document.text
 
 
 def _folder(config: DataConfig, name: str, texts: str, settings: object) -> Path:

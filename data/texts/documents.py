@@ -22,6 +22,12 @@ def from_text(key: str, text: str) -> Document | Skipped:
     return Skipped(key, "empty") if not text or text.isspace() else Document(key, text)
 
 
+def documents_of(origin: Origin) -> Iterator[Document]:
+    """All documents of an origin, in its order. Raises DataRefused for a part that cannot be read."""
+    for part in origin.parts():
+        yield from (item for item in part.read() if isinstance(item, Document))
+
+
 @dataclass(frozen=True)
 class FirstDocuments:
     """The first documents of an origin, in one part: its parts' lengths are unknown until they are read."""

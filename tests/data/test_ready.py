@@ -20,7 +20,8 @@ from data.config import DataConfig, SourceConfig
 from data.corpus.indexed import IndexedCorpus
 from data.corpus.writer import CorpusWriter
 from data.ready import ReadyData, ready
-from data.texts.stdlib import collect
+from data.texts.documents import documents_of
+from data.texts.stdlib import library
 from data.tokenizers.tokenizer import load_tokenizer, train_sentencepiece
 from errors import DataRefused
 
@@ -75,7 +76,7 @@ def test_the_prepared_corpus_holds_every_document_once_shuffled(tmp_path: Path, 
     data = prepare(tmp_path / "cache", fake_library)
     (source,) = data.sources
     training, held_out = texts_of(data, source.train), texts_of(data, source.validation or "")
-    documents = [document.text for document in collect(fake_library)]
+    documents = [document.text for document in documents_of(library(fake_library))]
     assert sorted(training + held_out) == sorted(documents) and training != sorted(training)
     assert data.vocab_size == 320 and 2 < source.unigram_entropy < 6
     held_out_bytes = sum(len(text.encode()) for text in held_out)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from data.texts import stdlib
+from data.texts.documents import documents_of
+from data.texts.stdlib import library
 
 END = "<|endoftext|>"
 LLAMA3 = (
@@ -42,7 +44,7 @@ def trained(kind: str) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     if kind == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    texts = [document.text for document in stdlib.collect()[:12]] + MORE
+    texts = [document.text for document in islice(documents_of(library()), 12)] + MORE
     trainer = trainers.BpeTrainer(
         vocab_size=1200,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
