@@ -39,8 +39,7 @@ def phases_of(plan: Sequence[tuple[int, dict[str, int]]]) -> list[Phase]:
 
 
 def read(samples: Samples, begin: int, end: int) -> list[tuple[str, int]]:
-    places = (samples.place(sample) for sample in range(begin, end))
-    return [(corpus.label, start) for corpus, start in places]  # type: ignore[attr-defined]
+    return [(corpus.label, start) for corpus, start in samples.places(range(begin, end))]  # type: ignore[attr-defined]
 
 
 @settings(max_examples=80, deadline=None)

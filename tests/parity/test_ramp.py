@@ -18,8 +18,9 @@ RAMP = (RampConfig(tokens=3 * 2 * 24, global_batch=2), RampConfig(tokens=4 * 4 *
 @pytest.mark.parametrize(
     "ranks, parallel, model",
     [
-        (2, ParallelConfig(), MODEL), (2, pipe("1f1b"), MODEL), (4, pipe("zbv", zero=2), MODEL),
-        (2, pipe("interleaved", vpp=2), MOE),
+        (4, pipe("zbv", zero=2), MODEL), (2, pipe("interleaved", vpp=2), MOE),
+        pytest.param(2, ParallelConfig(), MODEL, marks=pytest.mark.soak),
+        pytest.param(2, pipe("1f1b"), MODEL, marks=pytest.mark.soak),
         pytest.param(4, pipe("interleaved_zb", zero=3), MODEL, marks=pytest.mark.soak),
         pytest.param(2, pipe("gpipe"), MODEL, marks=pytest.mark.soak),
     ],
