@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,13 +150,7 @@ def _announce_phases(samples: Samples, stands: int, say: Say) -> None:
         return
     for phase in (now, *coming):
         begins = f"from sample {phase.first:,} on" if phase.first else "from the beginning"
-        say(f"mixture {begins}: {mixture_words(phase.counts)}")
-
-
-def mixture_words(counts: Mapping[str, int]) -> str:
-    """The shares of a mixture."""
-    total = sum(counts.values())
-    return ", ".join(f"{name} {count / total:.4g}" for name, count in counts.items())
+        say(f"mixture {begins}: {', '.join(f'{name} {share:.4g}' for name, share in phase.shares.items())}")
 
 
 def _warn_of_epochs(config: Config, samples: Samples, saved: RunState | None, say: Say) -> None:

@@ -80,14 +80,14 @@ def run(config: Config, overrides: list[str]) -> int:
             words = f"{ranks.world} by {ranks.source}: {layout_of(config.parallel, ranks.world).words}"
             if leads:
                 directory.prepare(saved.state.step if saved else 0)
-                if saved and saved.rewinds:
-                    set_aside(saved, console)
                 console.open_log(directory.path / "log.txt")
             everyone.barrier()
             with rank_log(directory.path / "logs", ranks.rank):
                 trainer = Trainer(config, data, directory, console, ranks, everyone, saved)
                 if leads:  # a start that was refused leaves no word of its settings
                     directory.record(to_yaml(config), overrides, words)
+                    if saved and saved.rewinds:
+                        set_aside(saved, console)
                 return trainer.train()
 
 
@@ -153,7 +153,9 @@ class Trainer:
         announce_slow_experts(config, self.machine, console.say)
         self.open_data(saved, mesh.dp_rank)
         self.tokenizer_files = data.tokenizer_files()  # now: a checkpoint that it is read from may be pruned
-        self.tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer and config.train.sample_prompt else None
+        self.tokenizer = (
+            load_tokenizer(data.tokenizer, lambda _: None) if data.tokenizer and config.train.sample_prompt else None
+        )
         self.rewound = [*saved.state.rewound, *([saved.state.step] if saved.rewinds else [])] if saved else []
         self.peak_lr = peak_lr(config.optim, config.model.hidden)
         announce_schedule(config, self.peak_lr, console.say)

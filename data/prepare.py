@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from data.preparing.preparation import Preparation, prepare
+from data.preparing.workers import cores
 from data.texts.files_origin import FilesOrigin
 from data.texts.origin import Origin
 from data.texts.text_options import add_text_options, check_text_options, given_origin
@@ -126,12 +126,8 @@ def _add_made(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--validation", metavar="PREFIX", help="path of the held-out corpus")
     group.add_argument("--held-out", type=float, metavar="SHARE", help="share of the documents for it (0.01)")
     group.add_argument("--seed", type=int, default=0, help="of the document shuffle (0)")
-    group.add_argument("--workers", type=int, default=_cores(), metavar="N", help=f"processes ({_cores()} here)")
+    group.add_argument("--workers", type=int, default=cores(), metavar="N", help=f"processes ({cores()} here)")
     group.add_argument("--overwrite", action="store_true", help="replace another corpus of that name")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

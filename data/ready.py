@@ -9,7 +9,6 @@ A folder's name is a fingerprint of everything that its content depends on.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +24,13 @@ from data.corpus.metadata import CorpusMetadata, read_metadata
 from data.corpus.writer import entropy
 from data.preparing.preparation import Preparation, is_prepared, prepare
 from data.preparing.shuffle import content_digest, held_out_limit, sides, words
+from data.preparing.workers import cores
 from data.progress import Say
 from data.texts.documents import documents_of
 from data.texts.origin import Origin
 from data.texts.origins import origin_of
 from data.tokenizers.byte_tokenizer import BYTES
-from data.tokenizers.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from data.tokenizers.tokenizer import Tokenizer, load_tokenizer, tokenizer_file, train_sentencepiece
 from errors import DataRefused
 
 _ENTROPY_SAMPLE = 4_000_000
@@ -77,7 +77,7 @@ class ReadyData:
         """What a checkpoint keeps of the tokenizer, by the files' names there; the tokenizer itself is the first."""
         if self.tokenizer is None or self.tokenizer == BYTES:
             return {}
-        file = Path(load_tokenizer(self.tokenizer).path)
+        file = tokenizer_file(self.tokenizer)
         beside = file.with_name("tokenizer_config.json")
         if file.suffix != ".json":
             return {"tokenizer.model": file.read_bytes()}
@@ -105,12 +105,12 @@ def ready(
     given = config.tokenizer or tokenizer
     if given is None and origins:
         given = str(_trained_tokenizer(config, origins, say))
-    known = load_tokenizer(given) if given else None
+    known = load_tokenizer(given, say) if given else None
     found = []
     for source in config.sources:
         places = (source.prefix or "", source.validation)
-        if given is not None and source.name in origins:
-            places = _prepared(config, source, origins[source.name], given, say)
+        if known is not None and source.name in origins:
+            places = _prepared(config, source, origins[source.name], known, say)
         corpora = (open_corpus(places[0]), open_corpus(places[1]) if places[1] else None)
         found.append(_Found(source.name, places, corpora, tuple(_described(c) if c else None for c in corpora)))
     vocab_size = _vocabulary(config, found, known, model_vocab)
@@ -225,16 +225,16 @@ def _sampled_entropy(corpus: Corpus) -> float:
 
 
 def _prepared(
-    config: DataConfig, source: SourceConfig, origin: Origin, tokenizer: str, say: Say
+    config: DataConfig, source: SourceConfig, origin: Origin, tokenizer: Tokenizer, say: Say
 ) -> tuple[str, str | None]:
     """Prefixes of a source that is prepared here, for training and held out."""
-    known = load_tokenizer(tokenizer)
-    settings = (_PREPARATION, known.fingerprint, known.eod, config.held_out, config.shuffle_seed, source.max_documents)
+    made_by = (tokenizer.fingerprint, tokenizer.eod)
+    settings = (_PREPARATION, *made_by, config.held_out, config.shuffle_seed, source.max_documents)
     folder = _folder(config, source.name, origin.fingerprint(), settings)
     held_out = folder / "validation" if config.held_out else None
     plan = Preparation(
-        origin, tokenizer, folder / "train", held_out, config.held_out or 0.5, seed=config.shuffle_seed,
-        workers=config.workers or len(os.sched_getaffinity(0)), overwrite=True,
+        origin, str(tokenizer.path), folder / "train", held_out, config.held_out or 0.5, seed=config.shuffle_seed,
+        workers=config.workers or cores(), overwrite=True,
     )  # fmt: skip
     if not is_prepared(plan):
         with disk_errors(folder):

@@ -47,6 +47,11 @@ class Phase:
     seq_len: int
     """Tokens a sample."""
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the sources that give any samples, the part of them that each gives."""
+        return {name: count / sum(self.counts.values()) for name, count in self.counts.items()}
+
     @staticmethod
     def of(record: Mapping[str, Any]) -> Phase:
         """A phase from what `dataclasses.asdict` made of it."""
@@ -123,9 +128,8 @@ class Samples:
         }
 
     def shares(self, sample: int) -> dict[str, float]:
-        """The mixture that holds at a sample: shares of the sources that give any."""
-        counts = self._started(sample).phase.counts
-        return {name: count / sum(counts.values()) for name, count in counts.items()}
+        """Those of the mixture that holds at a sample."""
+        return self._started(sample).phase.shares
 
     def seq_len(self, sample: int) -> int:
         """Tokens of a sample."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.progress import Meter, Say, megabytes
-from data.texts.origin import Document, Origin
+from data.texts.documents import documents_of
+from data.texts.origin import Origin
 from data.texts.text_options import add_text_options, check_text_options, given_origin
 from data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from errors import DataRefused, exit_code_of
@@ -58,19 +59,15 @@ def draw_sample(origin: Origin, max_bytes: int, seed: int, say: Say) -> Sample:
     where there is none.
     """
     heap: list[tuple[int, str, str, int]] = []  # the last of the draw first: -place, key, text, bytes
-    parts = origin.parts()
     documents = size = read = 0
     with Meter("drawing texts", say, lambda _: None) as meter:
-        for part in parts:
-            for document in part.read():
-                if not isinstance(document, Document):
-                    continue
-                text_bytes = len(document.text.encode())
-                documents, read, size = documents + 1, read + text_bytes, size + text_bytes
-                heapq.heappush(heap, (-_place(seed, document.key), document.key, document.text, text_bytes))
-                while size > max_bytes and len(heap) > 1:
-                    size -= heapq.heappop(heap)[3]
-                meter.update(read, None)
+        for document in documents_of(origin):
+            text_bytes = len(document.text.encode())
+            documents, read, size = documents + 1, read + text_bytes, size + text_bytes
+            heapq.heappush(heap, (-_place(seed, document.key), document.key, document.text, text_bytes))
+            while size > max_bytes and len(heap) > 1:
+                size -= heapq.heappop(heap)[3]
+            meter.update(read, None)
     if not heap:
         raise DataRefused("there is no text to train a tokenizer on: give files or a corpus that hold some")
     texts = [text for _, _, text, _ in sorted(heap, reverse=True)]

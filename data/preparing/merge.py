@@ -88,6 +88,8 @@ def merge(
 def _range_bytes() -> int:
     """Bytes of a range: large ones mean fewer visits to each piece. The corpus is the same whatever it is."""
     least, most = _RANGE_BYTES
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:  # not on every system
+        return least
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(least, min(most, free // _OF_MEMORY))
 

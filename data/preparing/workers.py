@@ -105,7 +105,8 @@ class _Worker(Generic[J]):
     def done(self) -> J:
         """The job that it has finished; it has none afterwards."""
         job, self.job = self.job, None
-        assert job is not None, "a worker answered without a job"
+        if job is None:
+            raise RuntimeError("a worker says that it is done, but had no job: its answers are out of order")
         return job
 
     def answer(self) -> tuple[str, Any]:
@@ -172,6 +173,11 @@ def serve(connection: Connection[Any, Any]) -> int:
     except Exception:
         connection.send(("crashed", traceback.format_exc()))
     return 1
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

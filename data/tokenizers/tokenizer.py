@@ -17,7 +17,7 @@ from data.tokenizers.json_tokenizer import JsonTokenizer
 from data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from errors import DataRefused
 
-__all__ = ["Tokenizer", "load_tokenizer", "read_model", "train_sentencepiece"]
+__all__ = ["Tokenizer", "load_tokenizer", "read_model", "tokenizer_file", "train_sentencepiece"]
 
 _FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model")
 
@@ -64,7 +64,7 @@ def load_tokenizer(path: str | Path, say: Say | None = None) -> Tokenizer:
     """
     if str(path) == BYTES:
         return ByteTokenizer()
-    file = _file(Path(path).expanduser())
+    file = tokenizer_file(path)
     content = read_model(file)
     if file.suffix == ".json" or re.match(rb'\s*\{\s*"', content):
         return JsonTokenizer(file, content, say or _to_stderr)
@@ -85,8 +85,9 @@ def read_model(path: Path) -> bytes:
     return model
 
 
-def _file(path: Path) -> Path:
-    """The tokenizer's file in a folder, or the path itself."""
+def tokenizer_file(path: str | Path) -> Path:
+    """The tokenizer's file in a folder, or the path itself. Raises DataRefused for a folder without one."""
+    path = Path(path).expanduser()
     if not path.is_dir():
         return path
     found = [path / name for name in _FILES_OF_A_FOLDER if (path / name).is_file()]
