@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,11 @@ from conf.precision_rules import te_obstacle
 from conf.resolve import ramp_of
 from conf.schema import Config
 from data.batch import MicroBatch, StepBatch
+from feed import FedStage, Feed
 from metrics.clock import StepClock
+from metrics.fault import Fault, earliest, to_json
+from metrics.locator import Sighting, Watcher, Working, is_bad, numbers_of
+from metrics.spikes import SpikeWindow
 from model.balance import Balance
 from model.build import BuildOptions, Built, build_part
 from model.config import ModelConfig
@@ -24,8 +30,8 @@ from model.flops import squared_lengths
 from model.parts import parts_of
 from model.transformer import Decoder, LossSums
 from optim.loss_scale import LossScale
-from optim.updater import StepOutcome, Updater
-from parallel.context import local_share, unmasked_pairs
+from optim.updater import StepOutcome, Updater, Watch
+from parallel.context import local_places, local_share, unmasked_pairs
 from parallel.device import Choice, Machine
 from parallel.fp8.choose import choose_backend, with_backend
 from parallel.fp8.health import gathered
@@ -62,43 +68,9 @@ class Agreed:
     """Whether somebody asked for an end."""
 
 
-@dataclass
-class Feed:
-    """The micro-batches that a pipeline's stages look up by number, and what the last stage gives back."""
-
-    micro_batches: Sequence[MicroBatch] = ()
-    """Of the current step."""
-    scale: float = 1.0
-    """1 / valid tokens of the step."""
-    share: float = 1.0
-    """1 / all tokens of the step."""
-    sums: list[LossSums] = field(default_factory=list)
-    """Of each micro-batch, from the last stage."""
-
-    def keep(self, sums: LossSums) -> None:
-        """Take what the last stage gave, without its graph."""
-        self.sums.append(LossSums(*(each.detach() for each in sums)))
-
-
-Forward = Callable[[Decoder, Tensor | None, MicroBatch, bool], LossSums | Tensor]
-"""A part of the decoder on one micro-batch, which is the first of its step or not."""
-
-
-class FedStage(nn.Module):
-    """A part of the decoder as a pipeline calls it: activations and the micro-batch's number."""
-
-    def __init__(self, decoder: Decoder, forward: Forward, feed: Feed) -> None:
-        super().__init__()
-        self.decoder, self.run, self.feed = decoder, forward, feed
-
-    def forward(self, x: Tensor, mb: Tensor) -> Tensor:
-        """x: activations [T/tp, hidden], or anything for the first stage; mb [1]."""
-        batch = self.feed.micro_batches[int(mb)]
-        out = self.run(self.decoder, None if self.decoder.part.first else x, batch, int(mb) == 0)
-        if not isinstance(out, LossSums):
-            return out
-        self.feed.keep(out)
-        return out.objective
+def _head_weight(decoder: Decoder) -> Tensor:
+    """As it is at the moment: FSDP puts others in its place."""
+    return decoder.head_weight
 
 
 def by_layer(name: str) -> tuple[int, str]:
@@ -132,10 +104,9 @@ class Engine:
         routers = {number: router for built in self.parts for number, router in built.decoder.routers.items()}
         self.balance = Balance(shape, routers, mesh.layout.world, mesh.layout.world // mesh.layout.pp)
         self.fp8_names: list[str] = []
-        for built in self.parts:
-            if built.fp8 is not None and built.fp8.delayed:
-                set_first_scales(built.decoder, ramp_of(config).sizes[0] * config.train.seq_len)
-        self.feed = Feed()
+        self._set_first_scales()
+        self.feed, self._backward = Feed(), False
+        self.window = SpikeWindow(config.health.window, config.health.sigma, machine.device)
         self.pipeline = self._pipeline([number for number, _ in parts]) if parallel.pp > 1 else None
 
     def _pipeline(self, numbers: Sequence[int]) -> Pipeline:
@@ -157,6 +128,16 @@ class Engine:
     def micro_batches(self) -> int:
         """Micro-batches that this rank works on in a step of the whole batch."""
         return self.config.train.global_batch // (self.config.train.micro_batch * self.mesh.layout.dp)
+
+    @property
+    def micro_batch(self) -> int:
+        """Number on this rank of the micro-batch that is worked on, or was last."""
+        return self._working().micro_batch
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """The blocks on this rank by their numbers in the model."""
+        return {int(number): block for built in self.parts for number, block in built.decoder.layers.items()}
 
     @property
     def decoder(self) -> Decoder:
@@ -227,6 +208,24 @@ class Engine:
             valid_tokens: of the whole step, on all ranks.
             inspect: called with the finished gradients.
         """
+        self._passes(micro_batches, valid_tokens)
+        with self.clock.part("grad_sync"):
+            finish_gradients(self.shards, self.mesh, self.twin)
+            self.balance.gather()
+        if inspect is not None:
+            inspect(self.shards)
+        sums = self._sums()
+        with self.clock.part("optimizer"):
+            own = sums.cross_entropy / max(1, valid_tokens)
+            outcome = self.updater.step(lr, Watch(own, self.window, skips=self.config.health.spike == "skip"))
+            self.balance.update(outcome.without_effect)
+        for built in self.parts:
+            if built.fp8 is not None:
+                built.fp8.health.watching = False
+        return sums, outcome
+
+    def _passes(self, micro_batches: Sequence[MicroBatch], valid_tokens: int) -> None:
+        """Forward and backward of every micro-batch."""
         rows = sum(batch.tokens.numel() for batch in micro_batches) * self.mesh.layout.dp
         self._begin(micro_batches, 1.0 / max(1, valid_tokens), 1.0 / rows)
         self.balance.clear()
@@ -235,19 +234,8 @@ class Engine:
                 self.pipeline.train(len(micro_batches))
         else:
             for number, batch in enumerate(micro_batches):
+                self.feed.number = number
                 self._one(batch, first=number == 0, last=number == len(micro_batches) - 1)
-        with self.clock.part("grad_sync"):
-            finish_gradients(self.shards, self.mesh, self.twin)
-            self.balance.gather()
-        if inspect is not None:
-            inspect(self.shards)
-        with self.clock.part("optimizer"):
-            outcome = self.updater.step(lr)
-            self.balance.update(outcome.skipped)
-        for built in self.parts:
-            if built.fp8 is not None:
-                built.fp8.health.watching = False
-        return self._sums(), outcome
 
     def _begin(self, micro_batches: Sequence[MicroBatch], scale: float, share: float = 1.0) -> None:
         self.feed.micro_batches, self.feed.scale, self.feed.share, self.feed.sums = micro_batches, scale, share, []
@@ -268,7 +256,9 @@ class Engine:
         with self.clock.part("forward"):
             sums = self._loss(batch, first)
         with self.clock.part("backward"):
+            self._backward = True
             sums.objective.backward()
+            self._backward = False
 
     def _sums(self) -> StepSums:
         """What the last stage saw; of the ranks that saw the same tokens (tp), the first one counts."""
@@ -287,6 +277,120 @@ class Engine:
             dist.all_reduce(both)
         cross_entropy, z_square = both.tolist()
         return cross_entropy, z_square
+
+    def locate(
+        self, micro_batches: Sequence[MicroBatch], valid_tokens: int, everyone: Everyone,
+        loss_scale: Tensor | None = None,
+    ) -> Fault | None:  # fmt: skip
+        """Where the numbers of a step that changed nothing first were not finite; every rank asks, after the step.
+
+        Its passes are made again, watched, which is slow. Weights, optimizer, scales and the spikes' window stay as
+        they are.
+
+        Args:
+            micro_batches: this rank's of the step.
+            valid_tokens: of the whole step, on all ranks.
+            loss_scale: fp16's in that step; a step that changed nothing has lowered it since.
+
+        Returns:
+            The same on all ranks; None where all is finite this time, or only what ranks sent each other is not.
+        """
+        if weight := earliest(everyone.gather(to_json(self._bad_tensor("weights")))):
+            return weight
+        with self._as_before(loss_scale), torch.compiler.set_stance("force_eager"):
+            first = self._watched(micro_batches, valid_tokens)
+            own = self._fault(first) if first is not None else None
+            finish_gradients(self.shards, self.mesh, self.twin)
+            total = self._bad_tensor("backward")
+        (sighted,) = everyone.add([int(first is not None)])
+        return earliest(everyone.gather(to_json(own if sighted else total)))
+
+    def _watched(self, micro_batches: Sequence[MicroBatch], valid_tokens: int) -> Sighting | None:
+        """Make the passes of a step, and look for where they go wrong on this rank."""
+        heads = {
+            each: ("embedding.weight" if each.head is None else "head.weight", partial(_head_weight, each))
+            for each in (built.decoder for built in self.parts)
+            if each.part.last
+        }
+        laters = [built.later for built in self.parts if built.later is not None]
+        if self.pipeline is not None:
+            self.pipeline.order.clear()
+        parts = [built.decoder for built in self.parts]
+        with Watcher(parts, self._working, heads, lambda: [each.waiting for each in laters]) as watcher:
+            self._passes(micro_batches, valid_tokens)
+        return watcher.first
+
+    def _working(self) -> Working:
+        """What this rank is at in its passes."""
+        if self.pipeline is None:
+            return Working(self.feed.number, self._backward)
+        kind, _, number = self.pipeline.order[-1] if self.pipeline.order else ("F", 0, 0)
+        return Working(number, kind != "F")
+
+    @contextmanager
+    def _as_before(self, loss_scale: Tensor | None) -> Iterator[None]:
+        """Passes inside leave no trace: neither gradients nor loads nor scales."""
+        fp8 = (built for built in self.parts if built.fp8 is not None and built.fp8.delayed)
+        slots = [slot for built in fp8 for _, slot in slots_of(built.decoder)]
+        states = [{name: tensor.clone() for name, tensor in slot.state().items()} for slot in slots]
+        own_scale = None if self.loss_scale is None else self.loss_scale.scale.clone()
+        if self.loss_scale is not None and loss_scale is not None:
+            self.loss_scale.scale.copy_(loss_scale)
+        try:
+            yield
+        finally:
+            for slot, state in zip(slots, states, strict=True):
+                for name, tensor in slot.state().items():
+                    tensor.copy_(state[name])
+            if self.loss_scale is not None and own_scale is not None:
+                self.loss_scale.scale.copy_(own_scale)
+            self.updater.clear_gradients()
+            self.balance.clear()
+            self._begin((), 1.0)
+
+    def _bad_tensor(self, passing: Literal["weights", "backward"]) -> Fault | None:
+        """The first weight here that is not finite, as products take it; or the first such sum of gradients."""
+        for each in self.shards:
+            tensor = each.local.to(self.machine.compute_dtype) if passing == "weights" else each.gradient
+            if tensor is not None and is_bad(tensor):
+                owner, numbers = each.name.rpartition(".")[0], numbers_of(tensor)
+                return Fault(self.mesh.rank, passing, owner, each.name, self._layer(owner), None, None, numbers)
+        return None
+
+    def _fault(self, seen: Sighting) -> Fault | None:
+        """What was seen on this rank, by global names and numbers; None for what came from another."""
+        if seen.received:
+            return None
+        number, backward = seen.working
+        batch = self.feed.micro_batches[number]
+        row = self._token(batch, *seen.row) if seen.row else None
+        sample, position = divmod(row, self.config.train.seq_len) if row is not None else (None, None)
+        module = seen.module or ("head" if any(built.decoder.part.last for built in self.parts) else "decoder")
+        return Fault(
+            self.mesh.rank, "backward" if backward else "forward", module, seen.parameter, self._layer(module),
+            number, (batch.samples.start, batch.samples.stop), seen.numbers,
+            None if sample is None else batch.samples.start + sample, position, seen.statistics,
+        )  # fmt: skip
+
+    def _layer(self, module: str) -> int:
+        """Where a module stands: the number of its block, before all of them, or behind."""
+        head, _, rest = module.partition(".")
+        if head == "layers":
+            return int(rest.partition(".")[0])
+        return -1 if head == "embedding" else self.shape.layers
+
+    def _token(self, batch: MicroBatch, shape: tuple[int, ...], first: int) -> int | None:
+        """Place in the micro-batch's whole sequences of the token that element `first` of an activation belongs to;
+        None for a tensor that has no rows of tokens."""
+        tp, cp, seq_len = self.mesh.axis("tp"), self.mesh.axis("cp"), self.config.train.seq_len
+        rows = batch.tokens.numel() // cp.size
+        for axes in range(1, len(shape)):
+            leading = prod(shape[:axes])
+            if leading in (rows // tp.size, rows):
+                row = first // prod(shape[axes:]) + (tp.rank * leading if leading < rows else 0)
+                sample, at = divmod(row, seq_len // cp.size)
+                return sample * seq_len + int(local_places(seq_len, cp)[at])
+        return None
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Sequence[MicroBatch]]) -> float:
@@ -318,6 +422,17 @@ class Engine:
                 tensor.copy_(known)
         self.updater.resume(updates)
 
+    def begin_with_weights(self) -> None:
+        """Begin with weights that were filled into `pieces()`, and nothing else of a run."""
+        self.resume(0)
+        self._set_first_scales()
+
+    def _set_first_scales(self) -> None:
+        """FP8's scales before the first step, from the weights."""
+        for built in self.parts:
+            if built.fp8 is not None and built.fp8.delayed:
+                set_first_scales(built.decoder, ramp_of(self.config).sizes[0] * self.config.train.seq_len)
+
     def _pieces(self) -> Iterator[tuple[str, Piece]]:
         for name, tensor, shard in self.updater.tensors():
             yield name, Piece(tensor, shard.shape, shard.start, shard.writes)
@@ -325,6 +440,7 @@ class Engine:
             yield name, replace(whole(bias), writes=self.first_of_stage)
         for name, value in self.loss_scale.state() if self.loss_scale else ():
             yield name, replace(whole(value), writes=self.mesh.rank == 0)
+        yield "health.window", replace(whole(self.window.state), writes=self.mesh.rank == 0)
         for built in self.parts:
             if built.fp8 is not None and built.fp8.delayed:
                 yield from self._scales(built.decoder)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.store import RunState
+from checkpoint.run_state import RunState
 from conf.resolve import ramp_of
 from conf.schema import Config
 from data.batch import MicroBatch

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from checkpoint import store
-from checkpoint.store import RunState
+from checkpoint.agreement import Damaged
+from checkpoint.folder import Folders, before, find, list_checkpoints, set_aside, set_damaged, step_of
+from checkpoint.run_state import RunState
 from conf.dependence import layout_dependent
 from conf.resolve import Change, changes, differing, run_directory, run_name, to_dict, to_yaml, total_steps
 from conf.schema import Config
@@ -33,6 +34,12 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(given).expanduser() if given else run_directory(config) / "checkpoints"
 
 
+def folders_of(config: Config) -> Folders:
+    """Where this run's checkpoints are."""
+    local = config.checkpoint.local
+    return Folders(checkpoint_folder(config), Path(local).expanduser() / run_name(config) if local else None)
+
+
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint that the run goes on from."""
@@ -43,16 +50,22 @@ class Saved:
     """Everything in it but tensors."""
     rewinds: bool = False
     """Whether the run has newer ones, which it leaves to go back to this one."""
+    passed_over: tuple[Damaged, ...] = ()
+    """Newer ones that are damaged."""
 
 
-def find_saved(config: Config, console: Console) -> Saved | None:
+def find_saved(config: Config, console: Console, unsound: Collection[Damaged] = ()) -> Saved | None:
     """The checkpoint to go on from, None for the beginning; says what changed since. Nothing is written.
+
+    Args:
+        unsound: what was found of the run's checkpoints when their tensors were read.
 
     Raises:
         ConfigRefused: it belongs to another training.
         CheckpointRefused: it cannot be read, or a new run was asked for where one exists.
     """
-    found = store.find(config.checkpoint.resume, checkpoint_folder(config))
+    folders = folders_of(config)
+    found = find(config.checkpoint.resume, folders, unsound)
     if found is None:
         if config.checkpoint.allow:
             allowed = ",".join(config.checkpoint.allow)
@@ -61,15 +74,24 @@ def find_saved(config: Config, console: Console) -> Saved | None:
                 "go on from another run's write run.name or checkpoint.resume=runs/NAME"
             )
         return None
-    newest = store.newest(checkpoint_folder(config))
-    rewinds = newest is not None and found != newest and found.parent == newest.parent
-    saved = Saved(found, store.read_state(found), rewinds)
+    own, damaged = folders.newest_first(), {each.path for each in found.passed_over}
+    newer = [path for path in own if path not in damaged and step_of(path) > found.state.step]
+    saved = Saved(found.path, found.state, found.path in own and bool(newer), found.passed_over)
+    for damage in saved.passed_over:
+        console.say(f"warning: {damage.path} is damaged ({damage.file.name}: {damage.reason}) and passed over")
     _check_resume(config, saved, console)
     return saved
 
 
+def find_before(config: Config, step: int) -> Saved | None:
+    """The newest of the run's own checkpoints whose step is below `step`."""
+    found = before(folders_of(config), step)
+    return None if found is None else Saved(found.path, found.state, rewinds=True)
+
+
 FP8_STATE, LOSS_SCALE = "fp8.", "optim.loss_scale"
 """What the names of FP8's scales and of fp16's loss scale begin with in a checkpoint."""
+_WINDOW = "health.window"
 _SCALED = ("name", "fp8.history", "fp8.first_bf16", "fp8.last_bf16", "fp8.attention", "fp8.mlp", "fp8.experts")
 
 
@@ -82,9 +104,15 @@ def begins_anew(config: Config, saved: Saved) -> tuple[tuple[str, ...], str]:
     return found, ", ".join(str(each) for each in changed)
 
 
+def unlike_window(config: Config, saved: Saved) -> tuple[str, ...]:
+    """The name of what the run compared its steps with, if that has another size now: it begins anew."""
+    before = saved.state.config.get("health", {}).get("window")
+    return () if before == config.health.window else (_WINDOW,)
+
+
 def newest_words(config: Config) -> str:
     """What there is to go back to."""
-    found = store.list_checkpoints(checkpoint_folder(config))
+    found = list_checkpoints(checkpoint_folder(config))
     return f"The newest checkpoint is {found[-1]}" if found else "There is no checkpoint"
 
 
@@ -140,10 +168,21 @@ def _warn_of_late_skips(config: Config, step: int, changed: Sequence[Change], co
         )
 
 
-def set_aside(saved: Saved, console: Console) -> None:
-    """Leave the checkpoints after the one that the run goes back to, under other names."""
-    for path in store.set_aside(saved.path):
-        console.say(f"going back to step {saved.state.step}: a later checkpoint is now {path}")
+def leave_newer(config: Config, step: int) -> list[Path]:
+    """Leave the checkpoints after the one that the run goes back to, under other names; returns these."""
+    return [path for folder in folders_of(config).all for path in set_aside(folder, step)]
+
+
+def leave_damaged(saved: Saved) -> dict[str, str]:
+    """Give damaged checkpoints other names: what became of each, by what it is to be told with."""
+    told = {}
+    for damage in saved.passed_over:
+        try:
+            where = f"it is kept as {set_damaged(damage.path)}"
+        except OSError as error:
+            where = f"it stays where it is ({error})"
+        told[f"{damage.path}: {damage.file.name}: {damage.reason}"] = where
+    return told
 
 
 def tokenizer_of(config: Config, saved: Saved | None) -> str | None:

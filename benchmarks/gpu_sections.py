@@ -337,7 +337,7 @@ def checkpoint_stall(setting: Setting) -> Iterator[Figure]:
             state = store.RunState(number, 0, 0, 1, data={}, config={}, vocab_size=config.model.vocab_size or 0)
             synchronize(setting.device)
             begin = time.perf_counter()
-            path = store.save(Path(folder) / "checkpoints", pieces, state, keep=1)
+            path = store.save(Path(folder) / "checkpoints", pieces, state, keep=store.Retention(1))
             seconds.append(time.perf_counter() - begin)
         saved = {name: piece.local.detach().clone() for name, piece in pieces.items()}
         size = sum(each.numel() * each.element_size() for each in saved.values())

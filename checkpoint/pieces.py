@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from checkpoint.container import Placed, Written
+
 
 class Rectangle(NamedTuple):
     """Part of a whole tensor; that of a scalar has no axes and one element. (A tuple, as there may be a million.)"""
@@ -95,6 +97,8 @@ class Stored(NamedTuple):
 
     file: str
     rectangle: Rectangle
+    place: Placed = Placed(0, ())
+    """Where it lies there, with its hashes; not known before it is written."""
 
 
 @dataclass(frozen=True)
@@ -110,36 +114,59 @@ Index = dict[str, Entry]
 """Every tensor of a checkpoint, by its global name."""
 
 
-def listing(pieces: Mapping[str, Piece], file: str) -> Index:
-    """What one process holds, and in it what it writes to `file`.
+class Header(NamedTuple):
+    """A file of tensors: its bytes, and of what precedes the tensors in it bytes and hash."""
+
+    size: int
+    header_size: int
+    hash: str
+
+
+class Contents(NamedTuple):
+    """All that is in the files of tensors."""
+
+    files: dict[str, Header]
+    tensors: Index
+
+
+def listing(pieces: Mapping[str, Piece], file: str, written: Written | None) -> Contents:
+    """What one process holds, and in it what it has written to `file`.
 
     A tensor that it does not write is listed too, so that one which nobody writes is found.
     """
-    return {
+    places = written.places if written else {}
+    tensors = {
         name: Entry(
             piece.local.dtype, tuple(piece.shape),
-            [Stored(file, piece.rectangle)] if piece.writes and piece.rectangle.elements else [],
+            [Stored(file, piece.rectangle, places[name])] if name in places else [],
         )
         for name, piece in pieces.items()
     }  # fmt: skip
+    return Contents({file: Header(written.size, written.header_size, written.header)} if written else {}, tensors)
 
 
-def merge(listings: Iterable[Index]) -> Index:
-    """The index of all processes' files.
+def is_written(piece: Piece) -> bool:
+    """Whether a checkpoint takes anything from here."""
+    return piece.writes and piece.rectangle.elements > 0
+
+
+def merge(listings: Iterable[Contents]) -> Contents:
+    """What is in all processes' files.
 
     Raises:
         ValueError: two processes differ about a tensor, or its pieces do not cover it exactly once.
     """
-    merged: Index = {}
+    merged = Contents({}, {})
     for each in listings:
-        for name, entry in each.items():
-            known = merged.setdefault(name, Entry(entry.dtype, entry.shape))
+        merged.files.update(each.files)
+        for name, entry in each.tensors.items():
+            known = merged.tensors.setdefault(name, Entry(entry.dtype, entry.shape))
             if (known.dtype, known.shape) != (entry.dtype, entry.shape):
                 raise ValueError(
                     f"processes differ about {name}: {known.shape} {known.dtype}, {entry.shape} {entry.dtype}"
                 )
             known.pieces.extend(entry.pieces)
-    for name, entry in merged.items():
+    for name, entry in merged.tensors.items():
         check_cover(name, entry)
     return merged
 
@@ -167,35 +194,52 @@ def check_cover(name: str, entry: Entry) -> None:
         )
 
 
-def to_json(index: Index) -> str:
+def to_json(contents: Contents) -> str:
     """One line a tensor."""
-    lines = (f"{json.dumps(name)}: {json.dumps(_plain(entry))}" for name, entry in index.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    files = json.dumps({name: header._asdict() for name, header in contents.files.items()})
+    lines = (f"{json.dumps(name)}: {json.dumps(_plain(entry))}" for name, entry in contents.tensors.items())
+    return f'{{"files": {files},\n"tensors": {{\n' + ",\n".join(lines) + "\n}}\n"
 
 
 def _plain(entry: Entry) -> dict[str, object]:
-    pieces = [{"file": s.file, "start": s.rectangle.start, "shape": s.rectangle.shape} for s in entry.pieces]
+    pieces = [
+        {
+            "file": s.file, "start": s.rectangle.start, "shape": s.rectangle.shape, "offset": s.place.offset,
+            "hashes": s.place.hashes,
+        }
+        for s in entry.pieces
+    ]  # fmt: skip
     return {"dtype": str(entry.dtype).removeprefix("torch."), "shape": entry.shape, "pieces": pieces}
 
 
-def from_json(text: str) -> Index:
+def from_json(text: str) -> Contents:
     """What `to_json` wrote.
 
     Raises:
         ValueError: it is something else.
     """
     try:
-        return {name: _entry(raw) for name, raw in json.loads(text).items()}
+        raw = json.loads(text)
+        files = {name: _header(each) for name, each in raw["files"].items()}
+        return Contents(files, {name: _entry(each) for name, each in raw["tensors"].items()})
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"no list of pieces: {error!r}") from error
+
+
+def _header(raw: dict[str, Any]) -> Header:
+    return Header(integer(raw["size"]), integer(raw["header_size"]), str(raw["hash"]))
 
 
 def _entry(raw: dict[str, Any]) -> Entry:
     dtype = getattr(torch, raw["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(raw["dtype"])
-    pieces = [Stored(p["file"], Rectangle(_integers(p["start"]), _integers(p["shape"]))) for p in raw["pieces"]]
-    return Entry(dtype, _integers(raw["shape"]), pieces)
+    return Entry(dtype, _integers(raw["shape"]), [_stored(each) for each in raw["pieces"]])
+
+
+def _stored(raw: dict[str, Any]) -> Stored:
+    place = Placed(integer(raw["offset"]), tuple(map(str, raw["hashes"])))
+    return Stored(raw["file"], Rectangle(_integers(raw["start"]), _integers(raw["shape"])), place)
 
 
 def _integers(raw: list[Any]) -> tuple[int, ...]:

@@ -5,105 +5,64 @@ checkpoints/
   step_00000100/
     tensors.safetensors        weights and moments, whole, by global name; where several processes write:
     tensors_00003.safetensors  ... the pieces that rank 3 writes, by the same names
-    pieces.json                dtype and shape of every whole tensor, and which rectangle of it is in which file
+    pieces.json                dtype and shape of every whole tensor, which rectangle of it is in which file, and hashes
     state.json                 counters, cursor, data's fingerprint, the run's config
     tokenizer.model            the text's tokenizer where it is known and has a file (or tokenizer.json)
+    manifest.json              size and hash of every file, layout and versions; written last
 
-    rank 0       sweep, make .part           its file          pieces.json, state.json, rename, latest, prune
+    rank 0       sweep, make .part           its file    pieces, state, manifest; check; rename, latest, prune
     every other                              its file
-    all                        agree: ready          agree: all written                                    agree: done
+    all                        agree: ready          agree: all written                             agree: done
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
-from itertools import count
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoint.agreement import together
-from checkpoint.pieces import Piece, from_json, merge, to_json
-from checkpoint.tensors import PIECES, check_same, file_name, fill, read_index, read_whole, write
+from checkpoint.agreement import Damaged, together
+from checkpoint.folder import LATEST, beside, prune, step_name, sweep
+from checkpoint.manifest import MANIFEST, check_small, holds_tensors, write_manifest
+from checkpoint.pieces import Contents, Piece, from_json, merge, to_json
+from checkpoint.run_state import STATE, RunState
+from checkpoint.tensors import (
+    PIECES,
+    check_files,
+    check_same,
+    difference,
+    file_name,
+    fill,
+    read_contents,
+    read_whole,
+    write,
+)
 from errors import CheckpointRefused
 from files import sync, write_whole
 from parallel.process import Everyone
 
-FORMAT = 3  # raised when a reader of the old form would misread the new one
-_STATE_TYPES = {
-    "step": int, "samples": int, "tokens": int, "updates": int, "data": dict, "config": dict, "vocab_size": int,
-    "choices": dict, "layout": str, "phases": list, "rewound": list,
-}  # fmt: skip
-STATE, LATEST = "state.json", "latest"
 _ALONE = Everyone()
+
+Writer = Callable[[Path, str, Mapping[str, Piece]], Contents]
+"""Writes into a folder the file of a name, with what one process is to write."""
 
 
 @dataclass(frozen=True)
-class RunState:
-    """Everything but tensors that a run needs to go on."""
+class Retention:
+    """Which checkpoints stay when a new one is whole."""
 
-    step: int
-    """Steps done, skipped ones included; also the schedule's position."""
-    samples: int
-    """Sequences seen: the data cursor."""
-    tokens: int
-    """Tokens seen."""
-    updates: int
-    """Steps that changed the weights."""
-    data: dict[str, str]
-    """Fingerprint of each source's content."""
-    config: dict[str, Any]
-    """The run's whole configuration, as it was given."""
-    vocab_size: int
-    """Entries of the model's vocabulary."""
-    tokenizer: str | None = None
-    """The tokenizer's file in the checkpoint, or `bytes`; None: unknown."""
-    tokenizer_fingerprint: str | None = None
-    """Hash of the tokenizer that made the data; None: unknown."""
-    rewound: list[int] = field(default_factory=list)
-    """Steps that the run has gone back to on its way here."""
-    phases: list[dict[str, Any]] = field(default_factory=list)
-    """Mixtures that the run has gone through, as `data.samples.Phase`."""
-    choices: dict[str, str] = field(default_factory=dict)
-    """Automatic choices that must not change when the run goes on."""
-    layout: str = "one process"
-    """How the processes that wrote it shared the work, in words."""
-    wandb_id: str | None = None
-    """W&B run to go on with."""
-    format: int = FORMAT
-    """Version of this layout of files."""
-
-
-def step_name(step: int) -> str:
-    """Folder name of a step's checkpoint."""
-    return f"step_{step:08d}"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return [path for path in _steps(folder) if (path / STATE).is_file()]
-
-
-def _steps(folder: Path) -> list[Path]:
-    """Everything in the folder that has a checkpoint's name, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8,}", path.name)]
-    return sorted(found, key=step_of)
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint, whether or not `latest` had been moved to it."""
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
+    keep: int = 0
+    """The newest; 0: all."""
+    keep_every: int = 0
+    """Those of every so many steps, for ever; 0: of none."""
 
 
 def save(
@@ -111,9 +70,11 @@ def save(
     pieces: Mapping[str, Piece],
     state: RunState,
     *,
-    keep: int,
-    tokenizer: Mapping[str, bytes] = MappingProxyType({}),
+    keep: Retention,
+    files: Mapping[str, bytes] = MappingProxyType({}),
     everyone: Everyone = _ALONE,
+    read_back: bool = False,
+    writer: Writer = write,
 ) -> Path:
     """Write one checkpoint, point `latest` at it, then prune; called by every process, none of which returns before
     the whole is on the disk.
@@ -122,114 +83,104 @@ def save(
         folder: the run's checkpoints; every process sees it.
         pieces: by global name, what this process holds.
         state: rank 0's is written.
-        keep: newest checkpoints kept; 0 keeps all.
-        tokenizer: contents of its files, by their names in the checkpoint, which can then be used on its own.
+        keep: which of the older ones stay.
+        files: contents of further ones by their names, such as the tokenizer's, without which text means nothing.
+        read_back: whether each process also reads its file again and compares hashes before the checkpoint counts.
+        writer: writes this process's file.
 
     Raises:
         CheckpointRefused: the disk is full, or the folder cannot be written, by this process or another.
         ValueError: the pieces do not cover a tensor exactly once (on rank 0).
     """
+    file = file_name(everyone.rank, everyone.world)
+
+    def write_own(part: Path) -> str:
+        contents = writer(part, file, pieces)
+        if read_back and contents.files:
+            check_files(part, contents, [file])
+        return to_json(contents)
+
+    def complete(part: Path, texts: list[str]) -> None:
+        contents = merge(map(from_json, texts))
+        (part / PIECES).write_text(to_json(contents), encoding="utf-8")
+        (part / STATE).write_text(state.to_json(), encoding="utf-8")
+        for name, content in files.items():
+            (part / name).write_bytes(content)
+        write_manifest(part, state.layout, contents, [PIECES, STATE, *files])
+
+    return _commit(folder / step_name(state.step), write_own, complete, keep, everyone)
+
+
+def transfer(path: Path, folder: Path, *, keep: Retention, everyone: Everyone = _ALONE) -> Path:
+    """Copy a whole checkpoint into another folder of checkpoints, each process its own file, with the same care.
+
+    Raises:
+        CheckpointRefused: as `save`; Damaged: what is copied is not what was written.
+    """
+    file = file_name(everyone.rank, everyone.world)
+
+    def copy_own(part: Path) -> str:
+        contents = read_contents(path)
+        if file in contents.files:
+            shutil.copyfile(path / file, part / file)
+            sync(part / file)
+            check_files(part, contents, [file])
+        return ""
+
+    def complete(part: Path, _: list[str]) -> None:
+        for name in (*(each for each in check_small(path).files if not holds_tensors(each)), MANIFEST):
+            shutil.copyfile(path / name, part / name)
+
+    return _commit(folder / path.name, copy_own, complete, keep, everyone)
+
+
+def _commit(
+    target: Path, write_own: Callable[[Path], str], complete: Callable[[Path, list[str]], None], keep: Retention,
+    everyone: Everyone,
+) -> Path:  # fmt: skip
+    """Write beside, check, rename, point `latest` at it, prune; what is left of a failure is removed."""
+    first, part = everyone.rank == 0, beside(target)
     try:
-        return _save(folder, pieces, state, keep, tokenizer, everyone)
+        together(everyone, lambda: _begin(part) if first else None)
+        texts = together(everyone, lambda: write_own(part))
+        together(everyone, lambda: _finish(part, target, texts, complete, keep) if first else None)
+        return target
     except Exception as error:
-        if everyone.rank == 0:  # all have stopped writing: they agree before any goes on
+        if first:  # all have stopped writing: they agree before any goes on
             with suppress(OSError):
-                _sweep(folder)
+                sweep(target.parent)
         if not isinstance(error, CheckpointRefused):
             raise
         raise CheckpointRefused(
-            f"cannot write a checkpoint into {folder}: {error}; make room or set checkpoint.dir to a folder "
+            f"cannot write a checkpoint into {target.parent}: {error}; make room or set checkpoint.dir to a folder "
             f"that every process can write. The checkpoints before it are whole"
         ) from error
 
 
-def _save(
-    folder: Path, pieces: Mapping[str, Piece], state: RunState, keep: int, tokenizer: Mapping[str, bytes],
-    everyone: Everyone,
-) -> Path:  # fmt: skip
-    target, first = folder / step_name(state.step), everyone.rank == 0
-    beside = _beside(target)
-    together(everyone, lambda: _begin(beside) if first else None)
-    file = file_name(everyone.rank, everyone.world)
-    lists = together(everyone, lambda: to_json(write(beside, file, pieces)))
-    together(everyone, lambda: _finish(beside, target, lists, state, keep, tokenizer) if first else None)
-    return target
-
-
-def _begin(beside: Path) -> None:
+def _begin(part: Path) -> None:
     """The folder that all write into; only one makes it, so that a process of a host that does not see it fails."""
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(beside.parent)
-    beside.mkdir()
+    part.parent.mkdir(parents=True, exist_ok=True)
+    sweep(part.parent)
+    part.mkdir()
 
 
 def _finish(
-    beside: Path, target: Path, lists: list[str], state: RunState, keep: int, tokenizer: Mapping[str, bytes]
+    part: Path, target: Path, texts: list[str], complete: Callable[[Path, list[str]], None], keep: Retention
 ) -> None:  # fmt: skip
-    """Complete what all have written, and make it the newest checkpoint.
-
-    Args:
-        lists: each process's pieces, as JSON.
-    """
-    (beside / PIECES).write_text(to_json(merge(map(from_json, lists))), encoding="utf-8")
-    (beside / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
-    for name, content in tokenizer.items():
-        (beside / name).write_bytes(content)
-    for part in (PIECES, STATE, *tokenizer, "."):
-        sync(beside / part)
-    if target.exists():  # the same step again, after going on from an older one, or a folder without a state
-        target.replace(beside.with_suffix(".old.part"))
-    beside.replace(target)
+    """Complete what all have written, and make it the newest checkpoint."""
+    complete(part, texts)
+    for file in part.iterdir():
+        if not holds_tensors(file.name):
+            sync(file)
+    check_small(part)
+    sync(part)
+    if target.exists():  # the same step again, after going on from an older one, or what only has its name
+        target.replace(part.with_suffix(".old.part"))
+    part.replace(target)
     sync(target.parent)
     write_whole(target.parent / LATEST, target.name + "\n")
-    _sweep(target.parent)
-    _prune(target.parent, keep)
-
-
-def _beside(path: Path) -> Path:
-    """Where a checkpoint is while it is not whole; every process knows the name."""
-    return path.with_name(f".{path.name}.part")
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what a killed process of this run left unfinished."""
-    for left in folder.glob(".*.part"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
-
-
-def _prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep`; each is renamed first, so that a kill leaves no half of one."""
-    for old in list_checkpoints(folder)[:-keep] if keep else []:
-        doomed = _beside(old)
-        old.replace(doomed)
-        shutil.rmtree(doomed)
-
-
-def read_state(path: Path) -> RunState:
-    """The state of the checkpoint in folder `path`.
-
-    Raises:
-        CheckpointRefused: not a checkpoint, unreadable, or of another format.
-    """
-    file = path / STATE
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointRefused(
-            f"{path} is not a readable checkpoint ({file.name}: {error}); name a folder like "
-            f"runs/NAME/checkpoints/{step_name(100)}"
-        ) from error
-    found = raw.get("format") if isinstance(raw, dict) else None
-    if found != FORMAT:
-        raise CheckpointRefused(f"{file} has format {found}, this version reads format {FORMAT}")
-    wrong = [key for key, kind in _STATE_TYPES.items() if not isinstance(raw.get(key), kind)]
-    unknown = raw.keys() - {each.name for each in fields(RunState)}
-    if wrong or unknown:
-        raise CheckpointRefused(
-            f"{file} does not hold a run's state ({', '.join(sorted({*wrong, *unknown}))}): it is damaged; remove the "
-            f"folder {path} to go on from the checkpoint before it"
-        )
-    return RunState(**raw)
+    sweep(target.parent)
+    prune(target.parent, keep.keep, keep.keep_every)
 
 
 def load(
@@ -241,18 +192,73 @@ def load(
     Names that begin with one of `fresh` are left alone, here as there.
 
     Raises:
-        CheckpointRefused: names, whole shapes or dtypes are not the same, or a file is damaged, here or on another
-            process.
+        CheckpointRefused: names, whole shapes or dtypes are not the same.
+        Damaged: a file is not what was written, as this process or another has found.
     """
     pieces = {name: piece for name, piece in pieces.items() if not name.startswith(fresh)}
-    held = {name for names in everyone.gather(json.dumps(list(pieces))) for name in json.loads(names)}
+    held = _held(pieces, everyone)
 
     def take() -> None:
-        index = {name: entry for name, entry in read_index(path).items() if not name.startswith(fresh)}
-        check_same(index, held, pieces)
-        fill(path, index, pieces)
+        contents = read_contents(path)
+        tensors = {name: entry for name, entry in contents.tensors.items() if not name.startswith(fresh)}
+        check_same(tensors, held, pieces)
+        fill(path, Contents(contents.files, tensors), pieces)
 
     together(everyone, take)
+
+
+def _held(pieces: Mapping[str, Piece], everyone: Everyone) -> set[str]:
+    """Names of all processes' pieces."""
+    return {name for names in everyone.gather(json.dumps(list(pieces))) for name in json.loads(names)}
+
+
+_WEIGHTS = "model."
+
+
+def load_weights(
+    path: Path, pieces: Mapping[str, Piece], exceptions: Sequence[str] = (), everyone: Everyone = _ALONE
+) -> tuple[list[str], list[str]]:
+    """Fill the weights in place from the checkpoint in folder `path`, and nothing else; called by every process.
+
+    Args:
+        exceptions: patterns of the names of weights that may be missing there, or of another shape or dtype, and keep
+            their values; or may be there and not here.
+
+    Returns:
+        Names of weights that keep their values, and of weights there that were not read, without `model.`.
+
+    Raises:
+        CheckpointRefused: other weights differ, which are named.
+        Damaged: as `load`.
+    """
+    check_small(path)
+    contents = read_contents(path)
+    there = {name: entry for name, entry in contents.tensors.items() if name.startswith(_WEIGHTS)}
+    own = {name: piece for name, piece in pieces.items() if name.startswith(_WEIGHTS)}
+    held = _held(own, everyone)
+    other = {name: words for name in own.keys() & there.keys() if (words := difference(name, there[name], own[name]))}
+    differing = _held({name: own[name] for name in other}, everyone)
+    missing, extra = sorted((held - there.keys()) | differing), sorted(there.keys() - held)
+    bare = [name.removeprefix(_WEIGHTS) for name in (*missing, *extra)]
+    refused = [name for name in bare if not any(fnmatchcase(name, each) for each in exceptions)]
+    if refused:
+        raise CheckpointRefused(_unlike(path, missing, extra, list(other.values()), refused))
+    taken = {name: piece for name, piece in own.items() if name not in missing}
+    together(everyone, lambda: fill(path, contents, taken))
+    return bare[: len(missing)], bare[len(missing) :]
+
+
+def _unlike(path: Path, missing: list[str], extra: list[str], differing: list[str], refused: list[str]) -> str:
+    """Why weights cannot be loaded, and what would allow it."""
+    told = (
+        f"its weights are not this model's: missing {missing[:5]} ({len(missing)}), unknown {extra[:5]} ({len(extra)})"
+    )
+    other = f"; {'; '.join(differing[:3])}" if differing else ""
+    names = ",".join(refused[:5]) + (",..." if len(refused) > 5 else "")
+    return (
+        f"checkpoint.load={path}: {told}{other}; choose the model that wrote it, or, to keep first values where it has "
+        f"none, name them: checkpoint.load_except=[{names}]"
+    )
 
 
 def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
@@ -262,78 +268,17 @@ def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
 
 def model_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights alone, whole, by the model's own names, in `dtype`."""
-    prefix = "model."
-    return {name[len(prefix) :]: tensor for name, tensor in read_whole(path, prefix, dtype).items()}
+    return {name.removeprefix(_WEIGHTS): tensor for name, tensor in read_whole(path, _WEIGHTS, dtype).items()}
 
 
-def find(resume: str, folder: Path) -> Path | None:
-    """The checkpoint to go on from.
-
-    Args:
-        resume: auto, none, or the path of a checkpoint, of a folder of checkpoints or of a run. A path is
-            where a new run begins; once the run has a checkpoint of its own, the newest is taken. The path of one of
-            its own goes back to it, once: those that come of it say so.
-        folder: the run's own checkpoints.
-
-    Raises:
-        CheckpointRefused: the path holds no checkpoint, or a new run was asked for where one exists.
-    """
-    _check_folder(folder)
-    own = newest(folder)
-    if resume == "none" and own is not None:
-        raise CheckpointRefused(
-            f"checkpoint.resume=none, but {folder} already holds {own.name}; nothing is overwritten: "
-            f"choose another run.name, remove that folder, or use checkpoint.resume=auto to go on"
-        )
-    if resume in ("auto", "none"):
-        return own
-    if own is None:
-        return locate(Path(resume).expanduser())
-    asked = Path(resume).expanduser()
-    back = next((path for path in list_checkpoints(folder) if asked.exists() and path.samefile(asked)), None)
-    return own if back is None or step_of(back) in read_state(own).rewound else back
-
-
-def step_of(path: Path) -> int:
-    """The step that a checkpoint's folder is named after."""
-    return int(path.name.removeprefix("step_"))
-
-
-def set_aside(checkpoint: Path) -> list[Path]:
-    """Give the checkpoints that are newer than this one of the same folder other names; returns these."""
-    moved = []
-    for path in list_checkpoints(checkpoint.parent):
-        if step_of(path) > step_of(checkpoint):
-            names = (path.with_name(f"set_aside_{path.name}.{number}") for number in count(1))
-            moved.append(next(name for name in names if not name.exists()))
-            path.rename(moved[-1])
-    sync(checkpoint.parent)
-    write_whole(checkpoint.parent / LATEST, checkpoint.name + "\n")
-    return moved
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder of checkpoints that is none, or holds a checkpoint without its state (a rename makes it whole
-    at once, so something else has been there)."""
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointRefused(f"{folder} is a file, but must be the folder of the checkpoints; remove it")
-    for path in _steps(folder):
-        if not (path / STATE).is_file():
-            raise CheckpointRefused(f"{path} has no {STATE}: it is damaged; remove it to go on from the one before it")
-
-
-def locate(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest one inside it.
-
-    Raises:
-        CheckpointRefused: there is none.
-    """
-    if (path / STATE).is_file():
-        return path
-    inside = newest(path) or newest(path / "checkpoints")
-    if inside is None:
-        raise CheckpointRefused(
-            f"{path} holds no checkpoint; name a folder like "
-            f"runs/NAME/checkpoints/{step_name(100)}, or a run's directory"
-        )
-    return inside
+__all__ = [
+    "Damaged",
+    "Retention",
+    "RunState",
+    "load",
+    "load_weights",
+    "model_tensors",
+    "read_tensors",
+    "save",
+    "transfer",
+]

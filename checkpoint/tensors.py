@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint.pieces import Entry, Index, Piece, Stored, check_cover, from_json, listing, whole
+from checkpoint import container
+from checkpoint.agreement import Damaged
+from checkpoint.container import BLOCK, Corrupt
+from checkpoint.pieces import (
+    Contents,
+    Entry,
+    Header,
+    Index,
+    Piece,
+    Stored,
+    check_cover,
+    from_json,
+    is_written,
+    listing,
+    whole,
+)
 from errors import CheckpointRefused
-from files import sync
 
 PIECES = "pieces.json"
+_READERS = 4  # threads; beyond, memory is what limits
 
 
 @dataclass(frozen=True)
@@ -37,27 +52,23 @@ def file_name(rank: int, world: int) -> str:
     return "tensors.safetensors" if world == 1 else f"tensors_{rank:05d}.safetensors"
 
 
-def write(folder: Path, file: str, pieces: Mapping[str, Piece]) -> Index:
+def write(folder: Path, file: str, pieces: Mapping[str, Piece]) -> Contents:
     """Write what this process is to write, and force it to the disk; without anything to write there is no file."""
-    index = listing(pieces, file)
-    own = {name: pieces[name].local.detach().cpu().contiguous() for name, entry in index.items() if entry.pieces}
-    if own:
-        save_file(own, folder / file)
-        sync(folder / file)
-    return index
+    own = {name: each.local.detach().cpu().contiguous() for name, each in pieces.items() if is_written(each)}
+    return listing(pieces, file, container.write(folder / file, own) if own else None)
 
 
-def read_index(path: Path) -> Index:
-    """The tensors of the checkpoint in folder `path`.
+def read_contents(path: Path) -> Contents:
+    """What is in the files of the checkpoint in folder `path`.
 
     Raises:
-        CheckpointRefused: the index cannot be read.
+        Damaged: its list cannot be read.
     """
     file = path / PIECES
     try:
         return from_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _damaged(path, file, str(error)) from error
+        raise Damaged(path, file, str(error)) from error
 
 
 def check_same(index: Index, held: set[str], pieces: Mapping[str, Piece]) -> None:
@@ -74,34 +85,50 @@ def check_same(index: Index, held: set[str], pieces: Mapping[str, Piece]) -> Non
             f"unexpected {extra[:5]} ({len(extra)}); resume with the model config that wrote it"
         )
     for name, piece in pieces.items():
-        entry = index[name]
-        if (entry.shape, entry.dtype) != (tuple(piece.shape), piece.local.dtype):
-            raise CheckpointRefused(
-                f"tensor {name} is {entry.shape} {entry.dtype} in the checkpoint, "
-                f"{tuple(piece.shape)} {piece.local.dtype} here; resume with the model and precision that wrote it"
-            )
+        if words := difference(name, index[name], piece):
+            raise CheckpointRefused(f"{words}; resume with the model and precision that wrote it")
+
+
+def difference(name: str, entry: Entry, piece: Piece) -> str | None:
+    """How a tensor of a checkpoint differs from the one it is to fill; None: only, if at all, in its values."""
+    there, here = (entry.shape, entry.dtype), (tuple(piece.shape), piece.local.dtype)
+    if there == here:
+        return None
+    return f"tensor {name} is {there[0]} {there[1]} in the checkpoint, {here[0]} {here[1]} here"
 
 
 @torch.no_grad()
-def fill(path: Path, index: Index, pieces: Mapping[str, Piece]) -> None:
-    """Copy into each piece its elements, in its own dtype; nothing else is read, and each file is opened once.
+def fill(path: Path, contents: Contents, pieces: Mapping[str, Piece]) -> None:
+    """Copy into each piece its elements, in its own dtype. Of each stored tensor only the blocks that are needed are
+    read; all that is read is checked.
 
     Raises:
-        CheckpointRefused: a file is missing, cut off, or not what the index says.
+        Damaged: a file is missing, cut off, or not what was written.
     """
     reads: dict[str, list[_Read]] = defaultdict(list)
     for name, piece in pieces.items():
         try:
-            check_cover(name, index[name])
+            check_cover(name, contents.tensors[name])
         except ValueError as error:
-            raise _damaged(path, path / PIECES, str(error)) from error
-        for read in _plan(name, index[name], piece):
+            raise Damaged(path, path / PIECES, str(error)) from error
+        for read in _plan(name, contents.tensors[name], piece):
             reads[read.stored.file].append(read)
-    for file, its in reads.items():
-        try:
-            _copy(path / file, its)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise _damaged(path, path / file, str(error)) from error
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
+        for file, its in reads.items():
+            _fill_from(path, file, contents, its, readers)
+
+
+def _fill_from(
+    path: Path, file: str, contents: Contents, reads: list[_Read], readers: ThreadPoolExecutor
+) -> None:  # fmt: skip
+    try:
+        header = contents.files[file]
+        with container.opened(path / file, header.size) as handle:
+            container.check_header(handle, header.header_size, header.hash)
+            for done in [readers.submit(_copy, handle, read) for read in reads]:
+                done.result()
+    except (OSError, Corrupt, KeyError) as error:
+        raise Damaged(path, path / file, str(error)) from error
 
 
 def _plan(name: str, entry: Entry, piece: Piece) -> list[_Read]:
@@ -115,27 +142,95 @@ def _plan(name: str, entry: Entry, piece: Piece) -> list[_Read]:
     return plan
 
 
-def _copy(file: Path, reads: list[_Read]) -> None:
-    """Make the copies from one file; its pages are mapped, so only those touched are read."""
-    with safe_open(file, framework="pt", device="cpu") as tensors:
-        for read in reads:
-            there = tensors.get_slice(read.name)
-            shape, expected = tuple(there.get_shape()), read.stored.rectangle.shape
-            part = there[read.source] if shape == expected else torch.empty(0)
-            if shape != expected or part.dtype != read.dtype:
-                raise ValueError(f"its {read.name} is not the {expected} {read.dtype} of {PIECES}")
-            read.target.copy_(part)
+@torch.no_grad()
+def _copy(handle: int, read: _Read) -> None:
+    """Read the blocks that hold a rectangle, straight into its place where that is all there is in them."""
+    shape, target = read.stored.rectangle.shape, read.target
+    size = read.dtype.itemsize * read.stored.rectangle.elements
+    first, last = _span(shape, read.source)
+    begin = first * read.dtype.itemsize // BLOCK * BLOCK
+    end = min(size, -(-(last + 1) * read.dtype.itemsize // BLOCK) * BLOCK)
+    straight = target.device.type == "cpu" and target.is_contiguous() and target.dtype == read.dtype
+    if straight and end - begin == target.numel() * target.element_size():
+        memory = container.as_bytes(target)
+        container.read_checked(handle, read.stored.place, read.name, memory, begin // BLOCK)
+        return
+    scratch = torch.empty(end - begin, dtype=torch.uint8)
+    container.read_checked(handle, read.stored.place, read.name, container.as_bytes(scratch), begin // BLOCK)
+    # Elements that are not read lie outside the rectangle: strides alone say where the others are.
+    flat, skipped = scratch.view(read.dtype), begin // read.dtype.itemsize
+    strides = _strides(shape)
+    extent = tuple(s.stop - s.start for s in read.source)
+    target.copy_(flat.as_strided(extent, strides, first - skipped))
 
 
-def _damaged(path: Path, file: Path, reason: str) -> CheckpointRefused:
-    return CheckpointRefused(
-        f"cannot read {file}: {reason}; remove the folder {path} to go on from the checkpoint before it"
-    )
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def _span(shape: tuple[int, ...], part: tuple[slice, ...]) -> tuple[int, int]:
+    """Numbers of the first and last element of a part of a contiguous tensor."""
+    strides = _strides(shape)
+    first = sum(s.start * step for s, step in zip(part, strides, strict=True))
+    last = sum((s.stop - 1) * step for s, step in zip(part, strides, strict=True))
+    return first, last
+
+
+def check_files(path: Path, contents: Contents, files: Iterable[str]) -> dict[str, str]:
+    """Read every byte of files of tensors; the hash of each.
+
+    Raises:
+        Damaged: naming the file.
+    """
+    stored: dict[str, list[tuple[Stored, str, int]]] = {file: [] for file in files}
+    for name, entry in contents.tensors.items():
+        for each in entry.pieces:
+            if each.file in stored:
+                stored[each.file].append((each, name, entry.dtype.itemsize * each.rectangle.elements))
+    return {file: _check_file(path, file, contents.files[file], its) for file, its in stored.items()}
+
+
+def _check_file(path: Path, file: str, header: Header, stored: list[tuple[Stored, str, int]]) -> str:
+    """Read a file's tensors; its hash."""
+    stored.sort(key=lambda item: item[0].place.offset)
+    memory = memoryview(bytearray(BLOCK))
+    try:
+        with container.opened(path / file, header.size) as handle:
+            container.check_header(handle, header.header_size, header.hash)
+            for each, name, size in stored:
+                for begin, end in container.blocks(size):
+                    container.read_checked(handle, each.place, name, memory[: end - begin], begin // BLOCK)
+    except (OSError, Corrupt) as error:
+        raise Damaged(path, path / file, str(error)) from error
+    return file_hash(header, [each for each, _, _ in stored])
+
+
+def file_hash(header: Header, stored: Iterable[Stored]) -> str:
+    """Of a file with these tensors, in the order of their places."""
+    return container.combined([header.hash, *(hashed for each in stored for hashed in each.place.hashes)])
+
+
+def file_hashes(contents: Contents) -> dict[str, str]:
+    """Of all files of tensors, from what is known of their parts."""
+    stored: dict[str, list[Stored]] = {file: [] for file in contents.files}
+    for entry in contents.tensors.values():
+        for each in entry.pieces:
+            stored[each.file].append(each)
+    return {
+        file: file_hash(header, sorted(stored[file], key=lambda each: each.place.offset))
+        for file, header in contents.files.items()
+    }
 
 
 def read_whole(path: Path, prefix: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Whole tensors whose names begin with `prefix`, on the CPU; converted if `dtype` is given."""
-    index = {name: entry for name, entry in read_index(path).items() if name.startswith(prefix)}
-    tensors = {n: torch.empty(e.shape, dtype=dtype or e.dtype) for n, e in index.items()}
-    fill(path, index, {name: whole(tensor) for name, tensor in tensors.items()})
-    return tensors
+    files, tensors = read_contents(path)
+    index = {name: entry for name, entry in tensors.items() if name.startswith(prefix)}
+    found = {n: torch.empty(e.shape, dtype=dtype or e.dtype) for n, e in index.items()}
+    fill(path, Contents(files, tensors), {name: whole(tensor) for name, tensor in found.items()})
+    return found

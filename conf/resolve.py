@@ -31,6 +31,7 @@ FREE = (
     "train.device",
     "train.threads",
     "train.gc_every",
+    "train.max_hours",
     "train.eval_every",
     "train.eval_samples",
     "model.loss_chunk",
@@ -43,6 +44,8 @@ FREE = (
     "precision.fp8.health_every",
     "checkpoint.*",
     "metrics.*",
+    "health.*",
+    "debug.*",
     "extra.*",
 )
 """Keys that never change the training, so that a resumed run may change them; a star stands for the rest."""

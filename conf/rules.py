@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from conf.data_rules import DATA_RULES
 from conf.precision_rules import PRECISION_RULES
 from conf.problem import Problem, show
-from conf.resolve import flatten, total_steps
+from conf.resolve import total_steps
+from conf.safety_rules import SAFETY_RULES
 from conf.schema import Config
-from conf.suggest import close, did_you_mean, looks_secret
-from conf.tree import leaves
+from conf.suggest import looks_secret
 
 _LONGEST_NAME = 120
 _WANDB_FORBIDDEN = set("/\\#?%:")
@@ -121,21 +120,6 @@ def _rope(config: Config) -> Iterator[Problem]:
         yield Problem(key, show(scaling.low_freq_factor), rule, f"write {key}=1.0 (the default)", also)
 
 
-def _resuming(config: Config) -> Iterator[Problem]:
-    resume = config.checkpoint.resume
-    meant = close(resume, ("auto", "none"))
-    if not resume.strip() or (resume not in ("auto", "none") and meant and not Path(resume).exists()):
-        rule = "must be auto, none, or the path of a checkpoint"
-        yield Problem("checkpoint.resume", show(resume), rule, f"write checkpoint.resume={(meant or ['auto'])[0]}")
-    known = [*leaves(), *flatten(config)]
-    for pattern in config.checkpoint.allow:
-        if not any(fnmatchcase(key, pattern) for key in known):
-            hint = did_you_mean(pattern, known)
-            rule = f"`{pattern}` is not a key" + (f"; {hint}" if hint else "")
-            fix = "name keys in full, such as optim.lr, or with a star: optim.*"
-            yield Problem("checkpoint.allow", show(config.checkpoint.allow), rule, fix)
-
-
 def _reports(config: Config) -> Iterator[Problem]:
     project = config.metrics.wandb_project
     if not project.strip() or len(project) > 128 or _WANDB_FORBIDDEN & set(project):
@@ -165,5 +149,5 @@ def _secret_keys(prefix: str, notes: Mapping[str, Any]) -> Iterator[str]:
 
 _RULES: Sequence[Callable[[Config], Iterator[Problem]]] = (
     _names, _length, _decay, _heads, _rope, *DATA_RULES, *PRECISION_RULES,
-    _resuming, _reports, _secrets,
+    *SAFETY_RULES, _reports, _secrets,
 )  # fmt: skip

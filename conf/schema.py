@@ -8,6 +8,8 @@ from typing import Any, Literal
 from checkpoint.config import CheckpointConfig
 from data.config import DataConfig, RampConfig, StepRange
 from metrics.config import MetricsConfig
+from metrics.health_config import HealthConfig
+from metrics.inject_config import DebugConfig
 from model.config import ModelConfig
 from optim.config import OptimConfig, ScheduleConfig
 from parallel.config import ParallelConfig
@@ -56,6 +58,8 @@ class TrainConfig:
     max_skips: int = 10
     """Non-finite steps in a row after which the run stops with exit code 4; under fp16, those at the least loss
     scale."""
+    max_hours: float | None = None
+    """Hours after which this start saves and ends (exit code 75), as before a job's time limit; null: none."""
     gc_every: int = 50
     """Steps between collections of Python's garbage, on all ranks at the same time; 0: at each process's own times."""
     compile: bool = False
@@ -95,5 +99,9 @@ class Config:
     """Saving and resuming."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """Reporting."""
+    health: HealthConfig = field(default_factory=HealthConfig)
+    """Watching over the run."""
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    """Faults made on purpose."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Free notes of your own (`+extra.note=...`); recorded, never read."""

@@ -12,6 +12,7 @@ from conf.machine import machine_problems
 from conf.problem import Problem, assign, show
 from conf.resolve import to_dict
 from conf.rules import rule_problems
+from conf.safety_rules import injection_problems
 from conf.schema import Config
 from conf.tree import leaves
 
@@ -62,6 +63,7 @@ RANGES = (
     Range("train.eval_every", 0),
     Range("train.eval_samples", 1),
     Range("train.max_skips", 1),
+    Range("train.max_hours", 0, above=True),
     Range("train.gc_every", 0),
     Range("train.recompute_n", 1),
     Range("train.threads", 1),
@@ -131,8 +133,21 @@ RANGES = (
     Range("lr_schedule.decay_share", 0, 1, above=True),
     Range("checkpoint.every", 0),
     Range("checkpoint.keep", 0),
+    Range("checkpoint.keep_every", 0),
     Range("metrics.every", 1),
     Range("metrics.peak_tflops", 0, above=True),
+    Range("metrics.replica_check", 0),
+    Range("health.window", 8, 100_000),
+    Range("health.sigma", 0, above=True),
+    Range("health.pass_over", 1),
+    Range("health.max_rollbacks", 1),
+    Range("health.locate", 0),
+    Range("health.straggler", 0),
+    Range("health.limits.start", 0),
+    Range("health.limits.data", 0),
+    Range("health.limits.compute", 0),
+    Range("health.limits.evaluation", 0),
+    Range("health.limits.checkpoint", 0),
 )
 
 
@@ -141,7 +156,7 @@ def problems(config: Config, *, world: int = 1, here: bool = True) -> list[Probl
     out_of_range = list(_range_problems(config))
     bad = {problem.key for problem in out_of_range}
     sound = _with_defaults(config, bad) if bad else config
-    laid_out = [*layout_problems(sound, world), *_ramp_problems(sound, world)]
+    laid_out = [*layout_problems(sound, world), *_ramp_problems(sound, world), *injection_problems(sound, world)]
     crossed = [*rule_problems(sound), *laid_out, *(machine_problems(sound) if here else [])]
     return [*out_of_range, *(each for each in crossed if not bad & {each.key, *each.also})]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -17,13 +18,24 @@ PARTS = (
 _ON_DEVICE = ("forward", "backward", "optimizer", "grad_sync", "pipeline_idle")
 
 
+class Listener(Protocol):
+    """Is told of the parts of a step as this process comes to them; not of those inside another one."""
+
+    def begins(self, part: str) -> None:
+        """A part begins."""
+
+    def ends(self, part: str) -> None:
+        """A part has ended without an exception."""
+
+
 class StepClock:
     """Adds up the time of named parts; what no part claimed is `other`.
 
     On CUDA the parts are taken between events on the stream, so that nothing waits until the step is read.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, listeners: Sequence[Listener] = ()) -> None:
+        self.listeners = listeners
         self.on_cuda = device.type == "cuda"
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.pending: list[tuple[str, torch.cuda.Event, torch.cuda.Event, int]] = []
@@ -38,10 +50,19 @@ class StepClock:
             return
         self.inside = True
         try:
-            with self._between(name, None) if self._by_events(name) else self._timed(name):
+            with self._between(name, None) if self._by_events(name) else self._timed(name), self.telling(name):
                 yield
         finally:
             self.inside = False
+
+    @contextmanager
+    def telling(self, name: str) -> Iterator[None]:
+        """Tell the listeners of a part whose time is not to be counted here."""
+        for each in self.listeners:
+            each.begins(name)
+        yield
+        for each in reversed(self.listeners):
+            each.ends(name)
 
     @contextmanager
     def rest(self, name: str) -> Iterator[None]:

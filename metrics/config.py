@@ -24,3 +24,5 @@ class MetricsConfig:
     """W&B tags."""
     peak_tflops: float | None = None
     """Dense peak of one device in TFLOP/s, for MFU; null: published figure, or measured on a CPU."""
+    replica_check: int = 500
+    """Steps between comparisons of the weights that several ranks hold, which must be the same bits; 0: none."""

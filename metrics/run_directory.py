@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,6 +18,7 @@ from typing import Any
 
 from errors import ConfigRefused, DataRefused, PeerLost, Refused
 from files import write_whole
+from metrics.goodput import process_began
 from metrics.sinks import Console
 
 
@@ -26,6 +27,7 @@ class _Held(ConfigRefused):
 
 
 _STATES = {130: "interrupted", 2: "refused", 3: "refused", 4: "diverged", 75: "stopped"}
+_FINAL = (2, 3, 4, 75)
 _REPORTED = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors", "sentencepiece", "wandb", "transformer-engine")
 
 
@@ -84,6 +86,17 @@ class RunDirectory:
         with suppress(OSError):
             return self.status() | {"written": self.status_file.stat().st_mtime_ns}
         return {}
+
+    def ended_for_good(self, environ: Mapping[str, str]) -> int | None:
+        """The exit code with which this run has ended already, where torchrun starts it again all the same: it does so
+        after every code but 0. None: the run is to go on."""
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if not restarts.isdecimal() or int(restarts) == 0:
+            return None
+        code, written = self.status().get("code"), self.stamped_status().get("written", 0)
+        if code not in _FINAL or written / 1e9 <= process_began(os.getppid()):
+            return None
+        return int(code)
 
     def note_step(self, step: int, attempt: int) -> None:
         """The step that was reached, unless it is known already how the run ended."""

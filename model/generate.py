@@ -11,7 +11,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from checkpoint.store import locate, model_tensors, read_state
+from checkpoint.folder import locate
+from checkpoint.run_state import read_state
+from checkpoint.store import model_tensors
 from data.tokenizers.byte_tokenizer import BYTES
 from data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from errors import DataRefused, exit_code_of

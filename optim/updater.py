@@ -1,5 +1,9 @@
 """One optimizer step: gradients of all micro-batches in, new weights out, or nothing if they are not finite.
 
+Where the loss is told as well, it travels in the message of the gradient norm, and both are compared with those of the
+steps before (metrics.spikes): a spike changes nothing either where that is asked for. All ranks decide on the device,
+from the same bits.
+
 Everything here works on this rank's rectangles alone. Where FSDP shards a parameter, the shard is the fp32
 master. Elsewhere compute weights may be bf16; each then has an fp32 master that AdamW updates and that is
 rounded into it afterwards, and gradients are fp32 from the first addition on (`grad_dtype`), so micro-batches
@@ -11,12 +15,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from metrics.spikes import SpikeWindow
 from optim.config import OptimConfig
 from optim.loss_scale import LossScale
 from parallel.shards import Shard
@@ -31,9 +37,31 @@ class StepOutcome:
     grad_norm: Tensor
     """Global norm before clipping, without the loss scale, fp64."""
     skipped: Tensor
-    """1.0 where the gradients were not finite and nothing was changed, else 0.0."""
+    """1.0 where gradients, or the loss if it was told, were not finite and nothing was changed, else 0.0."""
     loss_scale: tuple[Tensor, Tensor] | None = None
     """fp16: what the gradients were multiplied by, and what the next step's will be."""
+    loss: Tensor | None = None
+    """Of the whole step, on all ranks, fp64, where it was told."""
+    spike: Tensor | None = None
+    """1.0 where loss or norm was finite and a spike, else 0.0; None: nobody looked."""
+    unchanged: Tensor | None = None
+    """1.0 where the step changed nothing, as `skipped` or as a spike, else 0.0; None: as `skipped` says."""
+
+    @property
+    def without_effect(self) -> Tensor:
+        """1.0 where the step changed nothing, else 0.0."""
+        return self.skipped if self.unchanged is None else self.unchanged
+
+
+class Watch(NamedTuple):
+    """What tells spikes in a step."""
+
+    loss: Tensor
+    """[] fp64, this rank's addend of the step's loss."""
+    window: SpikeWindow
+    """The steps before; it takes in this one. Every rank has its own, with the same numbers."""
+    skips: bool
+    """Whether a spike changes nothing; else it is told only."""
 
 
 def square_sum(gradients: Sequence[Tensor]) -> Tensor:
@@ -56,20 +84,31 @@ def _piece_norms(flat: Tensor) -> Iterator[Tensor]:
     yield torch.linalg.vector_norm(flat[whole:]).view(1)
 
 
-def global_norm(gradients: Sequence[tuple[Tensor, int]], everywhere: bool) -> Tensor:
+def global_norm(
+    gradients: Sequence[tuple[Tensor, int]], everywhere: bool, addend: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Square root of the sum of squares of each distinct element of the model once, an fp64 scalar.
 
     Args:
         gradients: this rank's rectangles, each with the number of ranks that hold it.
         everywhere: sum over all ranks; every rank gets the same bits.
+        addend: [] fp64 of this rank, to be summed in the same message.
+
+    Returns:
+        The norm, and the sum of the addends.
     """
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for gradient, copies in gradients:
         by_copies[copies].append(gradient)
     total = torch.stack([square_sum(group) / copies for copies, group in by_copies.items()]).sum()
+    if addend is None:
+        if everywhere:
+            dist.all_reduce(total)
+        return total.sqrt(), None
+    both = torch.stack([total, addend.to(total)])
     if everywhere:
-        dist.all_reduce(total)
-    return total.sqrt()
+        dist.all_reduce(both)
+    return both[0].sqrt(), both[1]
 
 
 def decays(name: str, parameter: Tensor, config: OptimConfig) -> bool:
@@ -103,30 +142,42 @@ class Updater:
             lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
         )  # fmt: skip
 
-    def step(self, lr: float) -> StepOutcome:
-        """Update every weight with the gradients gathered since the last step, and clear them."""
+    def step(self, lr: float, watch: Watch | None = None) -> StepOutcome:
+        """Update every weight with the gradients gathered since the last step, and clear them.
+
+        watch: what tells whether the step is a spike; None: nobody asks.
+        """
         held: list[tuple[Tensor, int]] = []
         for each, master in zip(self.shards, self.masters, strict=True):
             master.grad = each.gradient
             held += [(master.grad, each.copies)] if master.grad is not None else []
         scale = None if self.loss_scale is None else self.loss_scale.scale.clone()
-        norm = global_norm(held, self.everywhere)
+        norm, loss = global_norm(held, self.everywhere, watch.loss if watch else None)
         norm = norm if scale is None else norm / scale
-        skipped = (~norm.isfinite()).float()
+        finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+        skipped = unchanged = (~finite).float()
+        spike = None
+        if watch is not None and loss is not None:
+            spike = watch.window.look(loss, norm)
+            unchanged = torch.maximum(skipped, spike) if watch.skips else skipped
+        self._apply(lr, held, self._divisor(norm) if scale is None else self._divisor(norm) * scale, unchanged)
+        # A spike that is skipped had finite gradients: it is a good step to the loss scale.
+        return StepOutcome(norm, skipped, self._move_scale(scale, skipped), loss, spike, unchanged)
+
+    def _apply(self, lr: float, held: list[tuple[Tensor, int]], divisor: Tensor, unchanged: Tensor) -> None:
+        """AdamW with the gradients over the divisor, or nothing where `unchanged` is 1.0."""
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        divisor = self._divisor(norm) if scale is None else self._divisor(norm) * scale
         if held[0][0].dtype == torch.float64:  # the kernel's divisor is fp32, too coarse for a proof in fp64
             torch._foreach_div_([gradient for gradient, _ in held], divisor)
             divisor = torch.ones_like(divisor)
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is set: clipping and
         # the loss scale cost no pass over memory and skipping needs no answer from the device.
         self.adamw.grad_scale = divisor.float()  # type: ignore[attr-defined]
-        self.adamw.found_inf = skipped  # type: ignore[attr-defined]
+        self.adamw.found_inf = unchanged  # type: ignore[attr-defined]
         self.adamw.step()
         self.publish()
         self.clear_gradients()
-        return StepOutcome(norm, skipped, self._move_scale(scale, skipped))
 
     def _move_scale(self, scale: Tensor | None, skipped: Tensor) -> tuple[Tensor, Tensor] | None:
         """Follow the step's outcome; scale: the step's own."""

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,25 @@ class Everyone:
     """This process."""
     world: int = 1
     """Number of processes."""
+    group: dist.ProcessGroup | None = None
+    """Whose messages these are; None: the default group's."""
+
+    def apart(self, timeout: int) -> Everyone:
+        """The same processes with messages of their own, for a second thread; every process must ask.
+
+        timeout: seconds after which waiting for another process fails.
+        """
+        if self.world == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+        return replace(self, group=group)
 
     def add(self, numbers: Sequence[int]) -> list[int]:
         """Sums over all processes."""
         if self.world == 1:
             return list(numbers)
         total = torch.tensor(list(numbers), dtype=torch.int64)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return [int(n) for n in total]
 
     def gather(self, text: str) -> list[str]:
@@ -54,13 +66,13 @@ class Everyone:
         own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
         sizes = torch.zeros(self.world, dtype=torch.int64)
         sizes[self.rank] = len(own)
-        dist.all_reduce(sizes)
+        dist.all_reduce(sizes, group=self.group)
         widest = int(sizes.max())
         padded = torch.zeros(widest, dtype=torch.uint8)
         padded[: len(own)] = own
         every = torch.zeros(self.world * widest, dtype=torch.uint8)
         if widest:
-            dist.all_gather_single(every, padded)
+            dist.all_gather_single(every, padded, group=self.group)
         return [
             row[:size].numpy().tobytes().decode()
             for row, size in zip(every.view(self.world, widest), sizes.tolist(), strict=True)
@@ -83,7 +95,7 @@ class Everyone:
     def barrier(self) -> None:
         """Wait for all."""
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def is_loss(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from checkpoint.store import locate
+from checkpoint.folder import locate
 from checkpoint.tensors import read_whole
 from optim.updater import Updater
 from parallel.gradients import finish_gradients

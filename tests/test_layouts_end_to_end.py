@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -57,55 +56,6 @@ def test_a_run_under_torchrun_has_the_losses_of_one_process_and_one_voice(wide):
 EXPERTS = [
     "model.moe={experts: 8, top_k: 2, ffn: 24, score: sigmoid, balance: bias, bias_rate: 1e-2, first_dense: 1}",
 ]
-DENSE_CHAIN = [(2, ["tp=2"]), (2, ["pp=2", "vpp=2"]), (4, ["zero=3"])]
-EXPERTS_CHAIN = [(4, ["ep=4", "zero=3"]), (4, ["tp=2", "pp=2", "ep=2"]), (2, ["cp=2"])]
-
-
-@pytest.mark.parametrize(
-    "model, chain", [pytest.param([], DENSE_CHAIN, marks=pytest.mark.soak), (EXPERTS, EXPERTS_CHAIN)]
-)
-def test_a_run_goes_on_in_any_other_layout(wide, model, chain):
-    """From one process over three layouts back to one: the losses of an undisturbed run, and the routers' biases."""
-    wide = [*wide, *model]
-    assert train.main([*wide, "run.name=whole"]) == 0
-    assert train.main([*wide, "train.stop_at=4"]) == 0
-    for (ranks, layout), stop_at in zip(chain, (8, 11, 14), strict=True):
-        done = torchrun(ranks, *wide, *(f"parallel.{each}" for each in layout), f"train.stop_at={stop_at}")
-        assert done.returncode == 0, done.stderr
-        assert json.loads((run_of(wide) / "status.json").read_text())["step"] == stop_at
-    assert train.main(wide) == 0
-    close(run_of(wide), run_of(wide, "whole"), 1e-5)
-    if model:
-        one, chained = (
-            {r["step"]: r["moe"]["bias_spread"] for r in records(run_of(wide, name)) if "moe" in r}
-            for name in ("whole", "tiny")
-        )
-        assert one == chained and one[20] > 0.02
-
-
-@pytest.mark.soak  # two ranks do the same in tests/launch/test_local.py
-def test_a_signal_to_the_wrapper_saves_once_and_the_same_command_goes_on(wide):
-    assert train.main([*wide, "run.name=whole"]) == 0
-    command = [
-        "bash", "launch/local.sh", "--nproc", "4", "--python", sys.executable, *wide, "parallel.pp=2",
-        "checkpoint.every=0",
-    ]  # fmt: skip
-    started = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | QUIET, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert started.stdout
-    for said in started.stdout:
-        if said.lstrip().startswith("step"):
-            break
-    started.send_signal(signal.SIGTERM)
-    said = said + started.communicate(timeout=120)[0]
-    assert started.returncode == 75, said
-    saved = [r for r in records(run_of(wide)) if r.get("event") == "checkpoint"]
-    assert len(saved) == 1 and saved[0]["step"] < 20
-    assert json.loads((run_of(wide) / "status.json").read_text())["code"] == 75
-    again = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stdout + again.stderr
-    close(run_of(wide), run_of(wide, "whole"), 1e-5)
 
 
 IMPOSSIBLE = {

@@ -5,7 +5,8 @@ import json
 import pytest
 
 import train
-from checkpoint import store
+from checkpoint.folder import newest
+from checkpoint.run_state import read_state
 from tests.conftest import losses, records, validations, write_corpus
 from tests.test_layouts_end_to_end import SHAPE, close, torchrun
 from tests.test_train import run_of
@@ -34,9 +35,9 @@ def epochs(run):
 
 
 def state(run):
-    found = store.newest(run / "checkpoints")
+    found = newest(run / "checkpoints")
     assert found is not None
-    return store.read_state(found)
+    return read_state(found)
 
 
 def test_a_mixture_trains_and_tells_of_each_source(mixed, capsys):

@@ -8,7 +8,9 @@ import time
 import pytest
 
 import train
-from checkpoint.store import list_checkpoints, read_state, read_tensors
+from checkpoint.folder import list_checkpoints
+from checkpoint.run_state import read_state
+from checkpoint.store import read_tensors
 from tests.conftest import losses, validations
 from tests.test_train import run_of, start
 

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import train
-from checkpoint.store import locate
+from checkpoint.folder import locate
 from checkpoint.tensors import read_whole
 from metrics import report
 from model import generate
@@ -30,7 +30,7 @@ CONTRACT = {
 }  # fmt: skip
 KEYS = {
     "step", "attempt", "loss", "aux", "grad_norm", "lr", "tokens", "samples", "tokens_per_s", "mfu", "hfu",
-    "step_time", "time", "memory_gb", "skipped",
+    "step_time", "time", "memory_gb", "skipped", "goodput",
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def on_ranks(world: int, act: Callable[[Everyone], Any], killed_at: int = 0) -> 
 
     def one(rank: int) -> Any:
         try:
-            return act(Threads(rank, world, room, killed_at))
+            return act(Threads(rank, world, room=room, killed_at=killed_at))
         except BaseException as error:
             return error
 

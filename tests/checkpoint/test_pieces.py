@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from checkpoint.container import Placed, Written
 from checkpoint.pieces import Entry, Piece, Rectangle, Stored, check_cover, from_json, listing, merge, to_json, whole
 
 
@@ -64,9 +65,11 @@ def test_missing_doubled_and_misplaced_pieces_are_faults(each):
 
 def test_the_index_is_read_back_from_json():
     pieces = {"a": whole(torch.ones(2, 3)), "b": Piece(torch.ones(0, 3), (2, 3), (2, 0)), "c": whole(torch.tensor(1.0))}
-    index = listing(pieces, "tensors.safetensors") | {"d": entry((4, 6), ((0, 0), (4, 6)))}
-    assert from_json(to_json(index)) == index
-    assert index["b"].pieces == []
+    written = Written(40, "ab", 8, {"a": Placed(8, ("0f",)), "c": Placed(32, ("ff",))})
+    contents = listing(pieces, "tensors.safetensors", written)
+    contents.tensors["d"] = entry((4, 6), ((0, 0), (4, 6)))
+    assert from_json(to_json(contents)) == contents
+    assert contents.tensors["b"].pieces == []
 
 
 @pytest.mark.parametrize(
@@ -86,12 +89,12 @@ def test_another_text_is_no_index(text):
 @pytest.mark.parametrize("other", [torch.ones(3, 3), torch.ones(2, 3, dtype=torch.float64)])
 def test_processes_that_differ_about_a_tensor_are_a_fault(other):
     with pytest.raises(ValueError, match="processes differ about a"):
-        merge([listing({"a": whole(torch.ones(2, 3))}, "0"), listing({"a": whole(other)}, "1")])
+        merge([listing({"a": whole(torch.ones(2, 3))}, "0", None), listing({"a": whole(other)}, "1", None)])
 
 
 def test_a_tensor_that_nobody_writes_is_a_fault():
     with pytest.raises(ValueError, match=r"of a .* 0 pieces"):
-        merge([listing({"a": Piece(torch.ones(2), (2,), (0,), writes=False)}, "0")])
+        merge([listing({"a": Piece(torch.ones(2), (2,), (0,), writes=False)}, "0", None)])
 
 
 @pytest.mark.parametrize(("shape", "start"), [((4,), (3,)), ((4,), (-1,)), ((4, 4), (0, 0)), ((4,), (0, 0))])

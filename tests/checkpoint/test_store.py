@@ -11,32 +11,42 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint import folder as folder_of_checkpoints
 from checkpoint import store
+from checkpoint.folder import Folders, list_checkpoints
 from checkpoint.pieces import whole
-from checkpoint.store import RunState
+from checkpoint.run_state import RunState, read_state
+from checkpoint.store import Retention
 from errors import CheckpointRefused
 
+KEEP = Retention(2)
 TENSORS = {"model.a": torch.arange(6.0).view(2, 3), "optim.exp_avg.a": torch.ones(2, 3, dtype=torch.bfloat16)}
 STATE = RunState(
     100, 1600, 409600, 99, data={"stdlib": "abc"}, config={"model": {"hidden": 4}}, vocab_size=9, wandb_id="ff00ff00"
 )
 
 
-def save(folder, step, keep=2, **options):
+def save(folder, step, keep=KEEP, **options):
     pieces = {name: whole(tensor) for name, tensor in TENSORS.items()}
     return store.save(folder, pieces, replace(STATE, step=step), keep=keep, **options)
 
 
 def newest(folder):
-    found = store.newest(folder)
+    found = folder_of_checkpoints.newest(folder)
     assert found is not None
     return found
+
+
+def find(resume, folder):
+    """The path that a run goes on from."""
+    found = folder_of_checkpoints.find(resume, Folders(folder))
+    return found and found.path
 
 
 def test_what_is_saved_is_read_back(tmp_path):
     path = save(tmp_path, 100)
     assert path.name == "step_00000100"
-    assert store.read_state(path) == STATE
+    assert read_state(path) == STATE
     read = store.read_tensors(path)
     assert read.keys() == TENSORS.keys()
     assert all(torch.equal(read[n], t) and read[n].dtype == t.dtype for n, t in TENSORS.items())
@@ -44,10 +54,10 @@ def test_what_is_saved_is_read_back(tmp_path):
 
 
 def test_only_safetensors_json_and_the_tokenizer_are_written(tmp_path):
-    path = save(tmp_path / "c", 1, tokenizer={"tokenizer.model": b"spm"})
+    path = save(tmp_path / "c", 1, files={"tokenizer.model": b"spm"})
     assert (path / "tokenizer.model").read_bytes() == b"spm"
     assert {p.name for p in path.iterdir()} == {
-        "tensors.safetensors", "pieces.json", "state.json", "tokenizer.model",
+        "tensors.safetensors", "pieces.json", "state.json", "tokenizer.model", "manifest.json",
     }  # fmt: skip
     assert {p.name for p in (tmp_path / "c").iterdir()} == {"step_00000001", "latest"}
 
@@ -55,10 +65,10 @@ def test_only_safetensors_json_and_the_tokenizer_are_written(tmp_path):
 def test_the_newest_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    assert [p.name for p in store.list_checkpoints(tmp_path)] == ["step_00000003", "step_00000004"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_00000003", "step_00000004"]
     for step in (5, 6, 7):
-        save(tmp_path, step, keep=0)
-    assert len(store.list_checkpoints(tmp_path)) == 5
+        save(tmp_path, step, keep=Retention())
+    assert len(list_checkpoints(tmp_path)) == 5
 
 
 def test_what_a_killed_writer_left_is_not_a_checkpoint_and_is_swept(tmp_path):
@@ -83,10 +93,11 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from checkpoint import store, tensors
+from checkpoint import container, store
 from checkpoint.pieces import whole
 calls = 0
-for room, name in ((tensors, "save_file"), (tensors, "sync"), (store, "sync"), (store, "write_whole")):
+rooms = ((container, "write"), *((store, name) for name in ("write_manifest", "sync", "write_whole", "prune")))
+for room, name in rooms:
     def wrapped(*args, _real=getattr(room, name), **options):
         global calls
         calls += 1
@@ -95,7 +106,7 @@ for room, name in ((tensors, "save_file"), (tensors, "sync"), (store, "sync"), (
         return _real(*args, **options)
     setattr(room, name, wrapped)
 state = store.RunState(2, 0, 0, 0, data={}, config={}, vocab_size=9)
-store.save(Path(sys.argv[1]), {"model.a": whole(torch.ones(1000))}, state, keep=1)
+store.save(Path(sys.argv[1]), {"model.a": whole(torch.ones(1000))}, state, keep=store.Retention(1))
 """
 
 
@@ -107,7 +118,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, momen
     )
     assert done.returncode in (-signal.SIGKILL, 0)
     latest = newest(tmp_path)
-    assert store.read_state(latest).step == int(latest.name[-8:])
+    assert read_state(latest).step == int(latest.name[-8:])
     assert store.read_tensors(latest)
     assert latest.name in ("step_00000001", "step_00000002")
 
@@ -116,46 +127,47 @@ def test_resume_finds_a_checkpoint_a_folder_of_them_or_a_run(tmp_path):
     path = save(tmp_path / "run" / "checkpoints", 5)
     new = tmp_path / "new"
     for given in (path, path.parent, path.parent.parent):
-        assert store.find(str(given), new) == path
-    assert store.find("auto", path.parent) == path
-    assert store.find("auto", new) is None
-    assert store.find("none", new) is None
+        assert find(str(given), new) == path
+    assert find("auto", path.parent) == path
+    assert find("auto", new) is None
+    assert find("none", new) is None
 
 
 def test_a_run_goes_on_from_its_own_checkpoint_though_it_began_from_another(tmp_path):
     begin, own = save(tmp_path / "a", 5), save(tmp_path / "b", 7)
-    assert store.find(str(begin), own.parent) == own
+    assert find(str(begin), own.parent) == own
 
 
 def test_only_numbered_steps_are_checkpoints_in_the_order_of_their_numbers(tmp_path):
-    save(tmp_path, 99_999_999, keep=0)
-    save(tmp_path, 100_000_000, keep=0)
+    save(tmp_path, 99_999_999, keep=Retention())
+    save(tmp_path, 100_000_000, keep=Retention())
     (tmp_path / "step_best").symlink_to(tmp_path / "step_99999999")
     assert newest(tmp_path).name == "step_100000000"
 
 
-def test_a_checkpoint_without_its_state_is_refused_not_passed_over(tmp_path):
+def test_a_checkpoint_without_its_state_is_passed_over_and_told(tmp_path):
     save(tmp_path, 1)
     (save(tmp_path, 2) / "state.json").unlink()
-    with pytest.raises(CheckpointRefused, match="step_00000002 has no state"):
-        store.find("auto", tmp_path)
+    found = folder_of_checkpoints.find("auto", Folders(tmp_path))
+    assert found is not None and found.state.step == 1
+    assert [(each.path.name, each.file.name) for each in found.passed_over] == [("step_00000002", "state.json")]
 
 
 def test_a_folder_of_checkpoints_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "c").write_text("")
     with pytest.raises(CheckpointRefused, match="must be the folder"):
-        store.find("auto", tmp_path / "c")
+        find("auto", tmp_path / "c")
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointRefused, match="nothere holds no checkpoint"):
-        store.find(str(tmp_path / "nothere"), tmp_path / "new")
+        find(str(tmp_path / "nothere"), tmp_path / "new")
 
 
 def test_starting_anew_over_a_run_is_refused_and_overwrites_nothing(tmp_path):
     save(tmp_path, 5)
     with pytest.raises(CheckpointRefused, match="already holds step_00000005"):
-        store.find("none", tmp_path)
+        find("none", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +177,7 @@ def test_a_state_that_cannot_be_read_is_refused(tmp_path, content):
     path = save(tmp_path, 1)
     (path / "state.json").write_text(content)
     with pytest.raises(CheckpointRefused):
-        store.read_state(path)
+        read_state(path)
 
 
 def test_tensors_that_cannot_be_read_are_refused_with_their_file(tmp_path):

@@ -11,11 +11,14 @@ import torch
 
 from checkpoint import store
 from checkpoint.agreement import together
+from checkpoint.folder import newest
 from checkpoint.pieces import Piece
-from checkpoint.store import RunState
+from checkpoint.run_state import RunState
+from checkpoint.store import Retention
 from errors import CheckpointRefused
 from tests.checkpoint.ranks import Killed, on_ranks
 
+KEEP = Retention(2)
 STATE = RunState(1, 70, 700, 7, data={}, config={}, vocab_size=9)
 
 
@@ -41,7 +44,7 @@ def save(folder, step, pieces=row, killed_at=0, **options):
     return on_ranks(
         3,
         lambda everyone: store.save(
-            folder, pieces(everyone.rank), replace(STATE, step=step), keep=2, everyone=everyone, **options
+            folder, pieces(everyone.rank), replace(STATE, step=step), keep=KEEP, everyone=everyone, **options
         ),
         killed_at,
     )
@@ -75,7 +78,11 @@ def test_a_host_that_does_not_see_the_folder_is_named(tmp_path):
     outcomes = on_ranks(
         2,
         lambda everyone: store.save(
-            tmp_path / ("here" if everyone.rank == 0 else "there"), row(everyone.rank), STATE, keep=2, everyone=everyone
+            tmp_path / ("here" if everyone.rank == 0 else "there"),
+            row(everyone.rank),
+            STATE,
+            keep=KEEP,
+            everyone=everyone,
         ),
     )
     assert all("rank 1" in str(each) and "that every process can write" in str(each) for each in outcomes)
@@ -96,7 +103,7 @@ def test_rank_0_failing_at_the_start_stops_all(tmp_path):
 
 def test_rank_0_failing_at_the_end_stops_all(tmp_path):
     save(tmp_path, 1)
-    assert_refused(save(tmp_path, 2, tokenizer={"nowhere/t.model": b"spm"}), "rank 0: [Errno 2]")
+    assert_refused(save(tmp_path, 2, files={"nowhere/t.model": b"spm"}), "rank 0: [Errno 2]")
     assert names(tmp_path) == {"step_00000001", "latest"}
 
 
@@ -118,15 +125,15 @@ def test_processes_killed_between_two_phases_leave_whole_checkpoints_and_what_is
     outcomes = save(tmp_path, 2, killed_at=moment)
     assert all(isinstance(each, Killed) for each in outcomes)
     assert names(tmp_path) == {"step_00000001", "latest", left}
-    newest = store.newest(tmp_path)
-    assert newest is not None and store.read_tensors(newest)["a"].shape == (3, 3)
+    found = newest(tmp_path)
+    assert found is not None and store.read_tensors(found)["a"].shape == (3, 3)
     save(tmp_path, 3)
     assert "step_00000003" in names(tmp_path) and not list(tmp_path.glob(".*"))
 
 
 def test_no_rank_returns_before_the_checkpoint_is_whole(tmp_path):
     def one(everyone):
-        path = store.save(tmp_path, row(everyone.rank), STATE, keep=2, everyone=everyone)
+        path = store.save(tmp_path, row(everyone.rank), STATE, keep=KEEP, everyone=everyone)
         return (tmp_path / "latest").read_text().strip() == path.name and (path / "state.json").is_file()
 
     assert on_ranks(3, one) == [True] * 3
@@ -149,9 +156,10 @@ from parallel.ranks import Ranks
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 tensor = torch.arange(35.0).view(5, 7)
 columns = [tensor[:, :4], tensor[:, 4:]][rank]
+keep = store.Retention(1)
 state = store.RunState(3, 0, 0, 0, data={}, config={}, vocab_size=9)
 with joined(Ranks(rank, 2, rank, f"file://{folder}/meeting"), torch.device("cpu"), 60) as everyone:
-    path = store.save(folder / "c", {"a": Piece(columns, (5, 7), (0, 4 * rank))}, state, keep=1, everyone=everyone)
+    path = store.save(folder / "c", {"a": Piece(columns, (5, 7), (0, 4 * rank))}, state, keep=keep, everyone=everyone)
     rows = Piece(torch.zeros([3, 2][rank], 7), (5, 7), (3 * rank, 0))
     store.load(path, {"a": rows}, everyone)
     assert torch.equal(rows.local, tensor[3 * rank :][: len(rows.local)])

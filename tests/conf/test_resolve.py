@@ -45,6 +45,8 @@ def varied(key: str) -> Any:
         return ["x"]
     if element(kind) is int:
         return [1]
+    if key == "debug.inject":
+        return [{"kind": "kill", "step": 5}]
     if element(kind) is not None and is_section(element(kind)) and key != "data.sources":
         return [{leaf.key: 5 for leaf in own_leaves(element(kind)) if leaf.kind is int}]
     if key == "data.sources":
