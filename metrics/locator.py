@@ -212,7 +212,9 @@ class Watcher(TorchDispatchMode):
         self._parameters[id(parameter)] = name
         self._hooks.callback(parameter.register_hook(partial(self._parameter_gradient, name)).remove)
 
-    def _parameter_gradient(self, name: str, gradient: Tensor) -> None:
+    def _parameter_gradient(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None:  # put off: it is looked at when it is made
+            return
         self._look(gradient, name.rpartition(".")[0], parameter=name)
 
     def _wrap_waiting(self) -> None:
