@@ -103,7 +103,7 @@ def numbers_of(tensor: Tensor) -> Numbers:
 
 def is_bad(tensor: Tensor) -> bool:
     """Whether any value is not finite; waits for the device."""
-    return tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    return tensor.is_floating_point() and not bool(tensor.detach().isfinite().all())  # else autograd keeps its |x|
 
 
 class Watcher(TorchDispatchMode):

@@ -168,6 +168,7 @@ def states(net: Net) -> dict[str, Tensor]:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Of the stand-in."""
+    folder()  # found before the stand-in hides it
     return install(monkeypatch)
 
 
