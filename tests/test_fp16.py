@@ -105,7 +105,8 @@ def test_a_stopped_run_goes_on_bitwise_with_its_scale_and_its_count(tiny, model)
     ours, wanted = kept(run), kept(whole)
     assert ours.keys() == wanted.keys() and all(torch.equal(ours[name], wanted[name]) for name in ours)
     assert {"optim.loss_scale", "optim.loss_scale_good"} <= ours.keys()
-    assert {tensor.dtype for name, tensor in ours.items() if name != "health.window"} == {torch.float32}, "masters are not fp16"
+    dtypes = {tensor.dtype for name, tensor in ours.items() if name != "health.window"}
+    assert dtypes == {torch.float32}, "masters are not fp16"
 
 
 @pytest.mark.soak
