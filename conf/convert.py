@@ -108,6 +108,8 @@ def _list(kind: Any, value: object, key: str, problems: list[Problem]) -> Any:
 
 def _choice(kind: Any, value: object, key: str, problems: list[Problem]) -> Any:
     choices = get_args(optional(kind)[0])
+    if isinstance(value, float) and value != value:
+        value = "nan"  # the word, which YAML takes for the number
     for choice in choices:
         if type(choice) is type(value) and choice == value:
             return choice

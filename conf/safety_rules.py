@@ -71,7 +71,7 @@ def _watching(config: Config) -> Iterator[Problem]:
     health = config.health
     if 0 < health.straggler <= 1:
         rule = "must be above 1: how many times as long as its peers a rank works, or 0"
-        yield Problem("health.straggler", show(health.straggler), rule, "write health.straggler=1.1 (the default)")
+        yield Problem("health.straggler", show(health.straggler), rule, "write health.straggler=1.06 (the default)")
     limit = config.parallel.timeout
     if health.limits.compute >= limit:
         rule = f"must be below parallel.timeout={limit}: else ranks that wait give up before their culprit is found"

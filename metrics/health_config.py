@@ -40,7 +40,7 @@ class HealthConfig:
     locate: int = 1
     """Steps of a start whose gradients are not finite that are made again to find where it begins, and kept for
     launch.replay; 0: none."""
-    straggler: float = 1.1
+    straggler: float = 1.06
     """A rank whose work takes so many times as long as its peers' is named; 0: none is."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     """When a run that does not move is ended."""
