@@ -42,13 +42,30 @@ withdraw_request() { # a request is for one start: one that came too late must n
   if [[ -n $asked ]]; then rm -f -- "$run/stop"; fi
 }
 
-wait_for() { # PID; a trapped signal ends bash's wait, but not the process
-  wait "$1"
-  ended=$?
-  while kill -0 "$1" 2>/dev/null; do
-    wait "$1"
-    ended=$?
-  done
+asked='' child='' # the signal that asked for an end; the process waited for
+
+# shellcheck disable=SC2317  # called by traps
+on_signal() { # the first asks the run to save and end, a second one ends its processes at once
+  interrupted=1
+  if [[ -z $asked ]]; then
+    ask_to_stop "$1"
+  elif [[ -n $child ]]; then
+    say "$1 again: ending the processes"
+    kill -TERM "$child" 2>/dev/null
+  fi
+}
+
+wait_for() { # PID; a trapped signal ends bash's wait, and not the process: its code is asked for again
+  local status
+  child=$1 ended=''
+  while
+    interrupted=''
+    wait "$1" 2>/dev/null
+    status=$?
+    [[ -n $ended && $status == 127 ]] || ended=$status # 127: it had been told already
+    [[ -n $interrupted ]]
+  do :; done
+  child=''
 }
 
 is_final() { # codes after which the same command would only end in the same way, or was asked not to go on

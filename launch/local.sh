@@ -15,7 +15,7 @@ usage="usage: bash launch/local.sh [options] [key=value ...]
   --python PATH         the Python to use (.venv/bin/python, else python3)
   --config-dir DIR      a folder of your own YAML files
 
-Ctrl-C, SIGTERM, SIGUSR1 and a lost terminal ask the run to save and end; a second one ends it at once.
+Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 and a lost terminal ask the run to save and end; a second one ends it at once.
 Exit codes: 0 done, 2 configuration refused, 3 data or checkpoint refused, 4 diverged, 75 stopped on request."
 
 refuse() {
@@ -79,20 +79,10 @@ fi
 run=$("$python" -m launch.check --ranks "$((nodes * nproc))" "${words[@]}") || exit $?
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun sets, less its warning; train.threads decides
-asked='' torchrun=''
-
-# shellcheck disable=SC2317  # called by traps
-on_signal() {
-  if [[ -z $asked ]]; then
-    ask_to_stop "$1"
-  elif [[ -n $torchrun ]]; then
-    say "$1 again: ending the processes"
-    kill -TERM "$torchrun" 2>/dev/null
-  fi
-}
 trap 'on_signal SIGTERM' TERM
 trap 'on_signal SIGINT' INT
 trap 'on_signal SIGUSR1' USR1
+trap 'on_signal SIGUSR2' USR2
 trap 'on_signal SIGHUP' HUP
 
 start() { # one start; sets code, or leaves it empty
@@ -100,9 +90,7 @@ start() { # one start; sets code, or leaves it empty
   # A session of its own, so that the terminal's Ctrl-C reaches this script alone.
   setsid "$python" -m launch.torchrun "${meeting[@]}" --nproc-per-node "$nproc" --max-restarts 0 \
     train.py "${words[@]}" &
-  torchrun=$!
-  wait_for "$torchrun"
-  torchrun=''
+  wait_for $!
   read_outcome
   # On another host than rank 0's, its last word may be on the way.
   for ((second = 0; second < 15 && ended != 0 && ${node_rank:-0} > 0; second++)); do

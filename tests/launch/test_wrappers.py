@@ -141,7 +141,7 @@ def test_a_stop_request_is_withdrawn_when_the_run_ended_otherwise(either):
     assert not (either.run / "stop").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
 def test_a_signal_asks_for_a_save_and_an_end(local, number):
     assert local.code_of_asked(["obey"], number, words=("--restarts", "2")) == 75
     assert local.lines("signals") == []
@@ -153,6 +153,18 @@ def test_a_second_signal_ends_the_processes(local):
     assert local.code_of_asked(["deaf"], signal.SIGINT, signal.SIGINT, words=("--restarts", "2")) == 1
     assert local.lines("signals") == ["SIGTERM"]
     assert len(local.lines("starts")) == 1
+
+
+@pytest.mark.parametrize("ended_by", ["the signal", "the handler"])
+def test_the_code_of_a_process_that_ends_while_a_signal_is_handled_is_kept(ended_by):
+    script = (
+        "run=/nowhere program=test; . launch/common.sh; ask_to_stop() { sleep 0.3; asked=1; }\n"
+        "trap 'on_signal SIGUSR1' USR1; pause=$1\n"
+        '(trap \'exit 7\' TERM; sleep 0.1; kill -USR1 $$; sleep "$pause" & wait; exit 7) & wait_for $!; echo "$ended"\n'
+    )
+    pause = "0" if ended_by == "the signal" else "0.1"
+    said = subprocess.run(["bash", "-c", script, "bash", pause], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert said.stdout == "7\n"
 
 
 def test_a_crash_is_started_again_as_often_as_allowed(local):
