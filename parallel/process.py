@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from errors import ConfigRefused, PeerLost
 from parallel.ranks import Ranks
@@ -108,6 +110,14 @@ def is_loss(error: BaseException) -> bool:
     return False
 
 
+def meeting(ranks: Ranks, limit: datetime.timedelta) -> Store:
+    """Where the processes tell each other their addresses. torchrun keeps one store over its restarts, in which those
+    of the processes before would be met: each start has its own part of it."""
+    store = next(rendezvous(ranks.rendezvous, ranks.rank, ranks.world, timeout=limit))[0]
+    store.set_timeout(limit)
+    return PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}_of_{ranks.world}", store)
+
+
 @contextmanager
 def joined(ranks: Ranks, device: torch.device, timeout: int) -> Iterator[Everyone]:
     """Inside, the process group exists (unless there is one process alone).
@@ -127,10 +137,10 @@ def joined(ranks: Ranks, device: torch.device, timeout: int) -> Iterator[Everyon
             os.environ.setdefault(key, value)
     clean = False
     try:
+        limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group(
-            backend, init_method=ranks.rendezvous, rank=ranks.rank, world_size=ranks.world,
-            timeout=datetime.timedelta(seconds=timeout),
-        )  # fmt: skip
+            backend, store=meeting(ranks, limit), rank=ranks.rank, world_size=ranks.world, timeout=limit
+        )
         yield Everyone(ranks.rank, ranks.world)
         clean = True
     except RuntimeError as error:
