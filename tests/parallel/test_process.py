@@ -2,7 +2,7 @@
 
 import datetime
 
-from torch.distributed.distributed_c10d import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from parallel.process import meeting
 from parallel.ranks import Ranks
