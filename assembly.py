@@ -175,8 +175,8 @@ class Assembly:
             self.tokenizer_files,
         )  # fmt: skip
         saving = Saving(
-            self.config, constants, self.engine, self.data, self.samples, self.everyone, self.injector, report,
-            self.note_step if self.leads else lambda step: None,
+            self.config, constants, self.engine, self.data, self.samples, self.everyone, self.clock, self.injector,
+            report, self.note_step if self.leads else lambda step: None,
         )  # fmt: skip
         if self.saved:
             saving.rewound = [*self.saved.state.rewound, *([self.saved.state.step] if self.saved.rewinds else [])]
@@ -187,7 +187,7 @@ class Assembly:
         place = self.layout.coordinates(self.everyone.rank)["pp"]
         peers = [int(each) for each in self.everyone.gather(str(place))]
         stragglers = Stragglers(self.config.health.straggler, self.everyone.rank, platform.node(), peers)
-        faults = FaultFiles(self.directory.path / "faults", self.engine, self.everyone, saving.state)
+        faults = FaultFiles(self.directory.path / "faults", self.engine, self.everyone, self.clock, saving.state)
         return Watching(self.config, self.engine, self.everyone, report, stragglers, faults, self.work.take)
 
     def note_step(self, step: int) -> None:

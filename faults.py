@@ -21,6 +21,7 @@ from checkpoint.run_state import RunState
 from data.batch import MicroBatch
 from engine import Engine
 from errors import CheckpointRefused
+from metrics.clock import StepClock
 from metrics.fault import Fault
 from parallel.process import Everyone
 from recording import Done, Progress
@@ -35,10 +36,11 @@ class FaultFiles:
     """Makes faulty steps again, on all ranks."""
 
     def __init__(
-        self, folder: Path, engine: Engine, everyone: Everyone, state: Callable[[Progress], RunState]
+        self, folder: Path, engine: Engine, everyone: Everyone, clock: StepClock,
+        state: Callable[[Progress], RunState],
     ) -> None:  # fmt: skip
-        """folder: where they are kept; state: says where the run stands."""
-        self.folder, self.engine, self.everyone, self.state = folder, engine, everyone, state
+        """folder: where they are kept; clock: what is kept is a save; state: says where the run stands."""
+        self.folder, self.engine, self.everyone, self.clock, self.state = folder, engine, everyone, clock, state
 
     def take(self, progress: Progress, done: Done) -> tuple[str, dict[str, Any]]:
         """Make a step again that changed nothing: what is to be told of it, and its record; every rank must ask."""
@@ -50,7 +52,8 @@ class FaultFiles:
             return text, {"found": False}
         values = {"found": True, **asdict(fault)}
         try:
-            path = self._keep(progress, done, fault)
+            with self.clock.part("checkpoint"):
+                path = self._keep(progress, done, fault)
         except CheckpointRefused as refusal:
             return f"{fault.words}; not kept: {refusal}", values
         return f"{fault.words}; again: python -m launch.replay {path}", {**values, "path": str(path)}

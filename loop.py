@@ -207,8 +207,9 @@ class Loop:
 
     def save(self) -> None:
         """Begin a checkpoint."""
-        with self.clock.part("checkpoint"):
-            self.saving.save(self.progress)
+        self.saving.save(self.progress)
+        if self.ledger:
+            self.ledger.write()
 
     def stop_here(self) -> None:
         """Save and end, as somebody asked, or as a save has failed."""
@@ -247,7 +248,8 @@ class Loop:
         self.everyone.require_same("where they go back to", saved.path.name)
         self.rollbacks += 1
         self.passed_over.append(StepRange(first, spike))
-        self.assembly.load(saved)
+        with self.clock.part("checkpoint"):
+            self.assembly.load(saved)
         self.recorder.forget()
         self.recorded = saved.state.step
         self.watching.forget()

@@ -16,6 +16,7 @@ from data.ready import ReadyData
 from data.samples import Samples
 from engine import Engine
 from errors import PeerLost, Refused
+from metrics.clock import StepClock
 from metrics.inject import Injector
 from metrics.reporter import Reporter
 from parallel.process import Everyone
@@ -46,11 +47,12 @@ class Saving(AbstractContextManager["Saving"]):
 
     def __init__(
         self, config: Config, constants: Constants, engine: Engine, data: ReadyData, samples: Samples,
-        everyone: Everyone, injector: Injector, report: Reporter, committed: Callable[[int], None],
+        everyone: Everyone, clock: StepClock, injector: Injector, report: Reporter, committed: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """committed: told the step of each checkpoint that is whole on the disk."""
+        """clock: what training waits for here is a part of its time; committed: told the step of each checkpoint that
+        is whole on the disk."""
         self.config, self.constants, self.engine, self.data, self.samples = config, constants, engine, data, samples
-        self.injector, self.report, self.committed = injector, report, committed
+        self.clock, self.injector, self.report, self.committed = clock, injector, report, committed
         self.rewound: list[int] = []
         self.newest: int | None = None
         self.failed: Outcome | None = None
@@ -74,14 +76,15 @@ class Saving(AbstractContextManager["Saving"]):
 
     def save(self, progress: Progress) -> None:
         """Begin a checkpoint; what is still to be done of the one before is waited for."""
-        self.settle()
-        self.newest = progress.step
-        self.saver.save(
-            self.engine.pieces(), self.state(progress), files=self.constants.tokenizer_files,
-            keep_all=progress.skipped_in_a_row > 0,  # a good one is not to make room for it
-            fails=self.injector.disk_full(progress.step),
-        )  # fmt: skip
-        self.look()
+        with self.clock.part("checkpoint"):
+            self.settle()
+            self.newest = progress.step
+            self.saver.save(
+                self.engine.pieces(), self.state(progress), files=self.constants.tokenizer_files,
+                keep_all=progress.skipped_in_a_row > 0,  # a good one is not to make room for it
+                fails=self.injector.disk_full(progress.step),
+            )  # fmt: skip
+            self.look()
 
     def look(self) -> None:
         """Tell of a save that has ended since the last look; waits for nothing."""
@@ -89,7 +92,8 @@ class Saving(AbstractContextManager["Saving"]):
 
     def settle(self) -> None:
         """Wait for the save under way."""
-        self._tell(self.saver.wait())
+        with self.clock.part("checkpoint"):
+            self._tell(self.saver.wait())
 
     def finish(self) -> None:
         """Wait for the save under way, which must succeed.

@@ -56,6 +56,11 @@ def ranks_of(agent):
         return []
 
 
+def attempt_of(run):
+    """Number of the newest start; 0 before it is written."""
+    return status(run)["attempt"] if (run / "status.json").exists() else 0
+
+
 def test_ranks_killed_at_random_moments_leave_an_undisturbed_run(wide):
     """A save every step and a short life of each make a kill fall into writing, committing and pruning as often as into
     training; torchrun starts the ranks again."""
@@ -69,7 +74,7 @@ def test_ranks_killed_at_random_moments_leave_an_undisturbed_run(wide):
     )  # fmt: skip
     draw, kills, folder = random.Random(0), 0, run_of(wide) / "checkpoints"
     while kills < 30 and agent.poll() is None:
-        attempt = status(run_of(wide))["attempt"] if (run_of(wide) / "status.json").exists() else 0
+        attempt = attempt_of(run_of(wide))
         time.sleep(draw.uniform(0.1, 3.0))
         victims = ranks_of(agent.pid)
         if len(victims) < 2:
@@ -82,7 +87,7 @@ def test_ranks_killed_at_random_moments_leave_an_undisturbed_run(wide):
             except OSError:
                 assert not path.exists(), "pruned meanwhile, or else damaged"
         until = time.monotonic() + 60
-        while time.monotonic() < until and agent.poll() is None and status(run_of(wide))["attempt"] <= attempt:
+        while time.monotonic() < until and agent.poll() is None and attempt_of(run_of(wide)) <= attempt:
             time.sleep(0.2)
     agent.wait(timeout=600)
     assert (agent.returncode, kills) == (0, 30)
