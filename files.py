@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -26,3 +27,15 @@ def write_whole(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def lines_backwards(path: Path, block: int = 1 << 20) -> Iterator[bytes]:
+    """Lines of a file from its end, without their ends; the first is what follows the last line's end, mostly empty."""
+    with path.open("rb") as file:
+        position, rest = file.seek(0, os.SEEK_END), b""
+        while position:
+            size = min(block, position)
+            position = file.seek(position - size)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from reversed(lines)
+        yield rest

@@ -66,7 +66,7 @@ class Loop:
         """What the run goes on from."""
         assembly, saved = self.assembly, self.assembly.saved
         if self.ledger:
-            self.ledger.begin(self.begin)
+            self.ledger.begin()
         if saved is None:
             return
         moved = leave_newer(self.config, self.begin) if assembly.leads and saved.rewinds else []
@@ -208,8 +208,6 @@ class Loop:
     def save(self) -> None:
         """Begin a checkpoint."""
         self.saving.save(self.progress)
-        if self.ledger:
-            self.ledger.write()
 
     def stop_here(self) -> None:
         """Save and end, as somebody asked, or as a save has failed."""
@@ -268,8 +266,6 @@ class Loop:
             with suppress(OSError):
                 if self.assembly.leads:
                     self.assembly.directory.note_step(self.progress.step, self.assembly.attempt)
-                if self.ledger:
-                    self.ledger.write()
             raise
 
     def finish(self) -> int:
@@ -305,7 +301,6 @@ class Loop:
         if state == "done":
             assembly.say_sample()
         if self.ledger:
-            self.ledger.write()
             say(self.ledger.words())
         say(f"{state} at step {progress.step} of {whole}: {assembly.directory.path}")
         if assembly.leads:

@@ -81,7 +81,7 @@ def _train(assembly: Assembly) -> int:
     config, directory = assembly.config, assembly.directory
     with ExitStack() as stack:
         stop = stack.enter_context(_stop_request(assembly).listening())
-        ledger = Goodput(directory.path / "goodput.json", assembly.attempt, process_began()) if assembly.leads else None
+        ledger = Goodput(directory.path / "metrics.jsonl", process_began()) if assembly.leads else None
         report = stack.enter_context(assembly.open_reports())
         stack.enter_context(assembly.loader)
         saving = stack.enter_context(assembly.open_saving(report))

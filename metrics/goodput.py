@@ -1,4 +1,4 @@
-"""What a run's time was used for, over all its starts: goodput.json in the run's folder.
+"""What a run's time was used for, over all its starts: the key `goodput` of each record.
 
     productive   steps that were made for the first time, without what follows
     recomputed   steps made again, after a start or a rollback went back before them
@@ -6,9 +6,10 @@
     data         waiting for the next batch
     evaluation   validations
     startup      from a process's start to its first step
-    down         from what one start last wrote here to the next start
+    down         from the last record of one start to the next start
 
-ETTR (the effective training time ratio) is productive time over all time since the run's first start.
+A start goes on from the newest record of metrics.jsonl. ETTR (the effective training time ratio) is productive time
+over all time since the run's first start.
 """
 
 from __future__ import annotations
@@ -20,29 +21,27 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from files import write_whole
+from files import lines_backwards
 from metrics.throughput import format_duration
 
 KINDS = ("productive", "recomputed", "saving", "data", "evaluation", "startup", "down")
 _APART = {"checkpoint": "saving", "data": "data", "evaluation": "evaluation"}  # parts of the record's time
-_SECONDS = 10.0  # between writes
 
 
 class Goodput:
     """The ledger, kept by the process that leads."""
 
-    def __init__(self, path: Path, attempt: int, began: float) -> None:
-        """began: time.time() of this process's start."""
-        self.path, self.attempt, self.began = path, attempt, began
-        self.seconds, self.furthest, known = _read(path)
-        if known is not None:
-            self.seconds["down"] += max(0.0, began - known)
-        self._written = 0.0
+    def __init__(self, records: Path, began: float) -> None:
+        """records: metrics.jsonl, with what former starts used; began: time.time() of this process's start."""
+        self.began = began
+        known = _newest(records)
+        self.seconds = {kind: float(known.get(kind, 0.0)) for kind in KINDS}
+        self.furthest = int(known.get("furthest", 0))
+        self.seconds["down"] += max(0.0, began - known.get("until", began))
 
-    def begin(self, step: int) -> None:
-        """The first step of this start comes; step: where it goes on from."""
+    def begin(self) -> None:
+        """The first step of this start comes."""
         self.seconds["startup"] += max(0.0, time.time() - self.began)
-        self.write()
 
     def add(self, first: int, last: int, seconds: float, parts: Mapping[str, float]) -> None:
         """Steps `first` to `last` took so many seconds, of which some were named parts."""
@@ -55,13 +54,12 @@ class Goodput:
         self.seconds["recomputed"] += working * again
         self.seconds["productive"] += working * (1.0 - again)
         self.furthest = max(self.furthest, last)
-        if time.monotonic() - self._written >= _SECONDS:
-            self.write()
 
     def summary(self) -> dict[str, float]:
-        """Seconds of each kind, and `ettr`."""
+        """Seconds of each kind; `ettr`; the `furthest` step that was made; `until`: time.time() now."""
         total = sum(self.seconds.values())
-        return {**self.seconds, "ettr": self.seconds["productive"] / total if total else 0.0}
+        ettr = self.seconds["productive"] / total if total else 0.0
+        return {**self.seconds, "ettr": ettr, "furthest": self.furthest, "until": time.time()}
 
     def words(self) -> str:
         """In a line: the shares of all that took a hundredth or more."""
@@ -70,23 +68,15 @@ class Goodput:
         told = ", ".join(f"{kind} {share:.0%}" for kind, share in shares if share >= 0.005)
         return f"time since the first start: {format_duration(total)}: {told}"
 
-    def write(self) -> None:
-        """Put it on the disk; one that refuses is no reason to end a run."""
-        self._written = time.monotonic()
-        record = {"seconds": self.seconds, "furthest": self.furthest, "attempt": self.attempt, "written": time.time()}
-        with suppress(OSError):
-            write_whole(self.path, json.dumps(record, indent=1) + "\n")
 
-
-def _read(path: Path) -> tuple[dict[str, float], int, float | None]:
-    """Seconds, the furthest step and when it was written; all zero where there is none."""
-    nothing = dict.fromkeys(KINDS, 0.0)
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        seconds = nothing | {kind: float(raw["seconds"][kind]) for kind in KINDS}
-        return seconds, int(raw["furthest"]), float(raw["written"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return nothing, 0, None
+def _newest(records: Path) -> dict[str, float]:
+    """The newest summary in metrics.jsonl; empty where there is none."""
+    if records.exists():
+        for line in lines_backwards(records):
+            if b'"goodput"' in line:
+                with suppress(ValueError):
+                    return dict(json.loads(line).get("goodput", {}))
+    return {}
 
 
 def process_began(pid: int | None = None) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from errors import ConfigRefused, DataRefused
+from files import lines_backwards
 from metrics.config import MetricsConfig
 
 
@@ -90,12 +91,8 @@ class JsonLines:
     @staticmethod
     def _end_cut_line(path: Path) -> None:
         """A killed process may have left half a line; drop it, so that every line parses."""
-        if not path.exists() or path.stat().st_size == 0:
-            return
-        with path.open("rb+") as file:
-            content = file.read()
-            if not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
+        if path.exists() and (cut := next(lines_backwards(path))):
+            os.truncate(path, path.stat().st_size - len(cut))
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record that holds finite numbers only."""

@@ -23,11 +23,12 @@ def wide(tiny):
     return [*(o for o in tiny if "micro_batch" not in o), *SHAPE]
 
 
-def torchrun(ranks, *overrides, **options):
-    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node", str(ranks), "train.py"]
+def torchrun(ranks, *overrides, before=(), timeout=150, **options):
+    """before: further options of torchrun."""
+    command = [sys.executable, "-m", "launch.torchrun", "--standalone", "--nproc-per-node", str(ranks), *before]
     return subprocess.run(
-        [*command, *overrides], cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=150,
-        check=False, **options,
+        [*command, "train.py", *overrides], cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True,
+        timeout=timeout, check=False, **options,
     )  # fmt: skip
 
 

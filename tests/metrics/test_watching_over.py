@@ -1,5 +1,6 @@
 """What watches over a run: who holds it up, who is slow, what time was used for; and faults made on purpose."""
 
+import json
 import random
 import statistics
 import sys
@@ -94,25 +95,26 @@ def parts(**seconds):
 def test_the_ledger_adds_up_over_restarts(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("metrics.goodput.time.time", lambda: now[0])
-    first = Goodput(tmp_path / "goodput.json", 1, began=90.0)
-    first.begin(0)
+    records = tmp_path / "metrics.jsonl"
+    first = Goodput(records, began=90.0)
+    first.begin()
     first.add(1, 4, 10.0, parts(checkpoint=1.0, data=2.0, evaluation=3.0))
     now[0] = 120.0
-    first.write()
+    records.write_text(json.dumps({"step": 4, "goodput": first.summary()}) + '\n{"event": "skip"}\n{"goodput": {"pro')
     now[0] = 160.0
-    second = Goodput(tmp_path / "goodput.json", 2, began=150.0)
-    second.begin(2)
+    second = Goodput(records, began=150.0)
+    second.begin()
     second.add(3, 6, 8.0, parts())
     found = second.summary()
     assert found == pytest.approx(
         {
             "productive": 4.0 + 4.0, "recomputed": 4.0, "saving": 1.0, "data": 2.0, "evaluation": 3.0,
-            "startup": 20.0, "down": 30.0, "ettr": 8.0 / 68.0,
+            "startup": 20.0, "down": 30.0, "ettr": 8.0 / 68.0, "furthest": 6, "until": 160.0,
         }
     )  # fmt: skip
     assert "down 44%" in second.words()
-    (tmp_path / "goodput.json").write_text("[]")
-    assert sum(Goodput(tmp_path / "goodput.json", 3, began=0.0).seconds.values()) == 0.0
+    records.unlink()
+    assert sum(Goodput(records, began=0.0).seconds.values()) == 0.0
 
 
 def test_a_fault_happens_at_its_step_part_rank_and_start_alone(tmp_path):
