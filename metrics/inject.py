@@ -61,11 +61,11 @@ class Injector:
 
     def _spoil(
         self, fault: InjectConfig, micro_batch: Callable[[], int], module: nn.Module, args: Any, out: Tensor
-    ) -> Tensor | None:  # fmt: skip
-        """out: [T, hidden] of the block; its first row becomes NaN."""
-        if fault.step != self.step or fault.micro_batch != micro_batch() or not torch.is_grad_enabled():
-            return None
-        return out.index_fill(0, torch.zeros(1, dtype=torch.long, device=out.device), float("nan"))
+    ) -> None:  # fmt: skip
+        """out: [T, hidden] of the block; its first row becomes NaN, unseen by autograd: with another graph on one rank,
+        FSDP would gather in another order there."""
+        if fault.step == self.step and fault.micro_batch == micro_batch() and torch.is_grad_enabled():
+            out.data[0] = float("nan")
 
     def disk_full(self, step: int) -> bool:
         """Whether this process cannot write the checkpoint of a step."""

@@ -33,6 +33,7 @@ LAYOUTS = {
     "tp2 pp2": (4, P(tp=2, pp=2), MODEL, "none"),
     "tp2 ep2": (2, P(tp=2, ep=2), MOE, "none"),
     "pp2 dp2 ep2 zbv": (4, pipe("zbv", ep=2, zero=3), MOE, "full"),
+    "pp2 dp2 zero3": (4, P(pp=2, zero=3), MODEL, "none"),
     "tp2 cp2": (4, P(tp=2, cp=2), MODEL, "none"),
 }  # fmt: skip
 KINDS = ("output", "gradient", "weight", "weight's gradient")
@@ -70,10 +71,9 @@ def bad_output(engine, rng, made):
     rows: list[int] = []
 
     def spoil(module, args, out):
-        if engine.micro_batch != number or not torch.is_grad_enabled():
-            return None
-        rows.append(rows[0] if rows else rng.randrange(len(out)))
-        return out.index_fill(0, torch.tensor([rows[-1]]), bad)
+        if engine.micro_batch == number and torch.is_grad_enabled():
+            rows.append(rows[0] if rows else rng.randrange(len(out)))
+            out.data[rows[-1]] = bad  # unseen by autograd: with another graph FSDP would gather in another order here
 
     made.append([f"layers.{layer}", number, rows])
     return engine.layers[layer].register_forward_hook(spoil)
@@ -170,7 +170,7 @@ def one(engine, everyone, batch, valid_tokens, case):
 
 def check(corpus, cases):
     """All cases are of one layout."""
-    outcomes = run_ranks(spoiled, LAYOUTS[cases[0].layout][0], cases, corpus)
+    outcomes = run_ranks(spoiled, LAYOUTS[cases[0].layout][0], cases, corpus, timeout=120.0 + 30.0 * len(cases))
     for number, case in enumerate(cases):
         check_one(case, [each[number] for each in outcomes])
 
@@ -202,6 +202,7 @@ def test_a_fault_made_on_one_rank_is_named_by_all(trial_corpus, layout):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_faults_by_twenty_seeds_are_named_in_every_layout(trial_corpus, layout):
     check(trial_corpus, [Case(layout, kind, seed) for seed in range(20) for kind in KINDS])
