@@ -16,7 +16,7 @@ from typing import Any
 
 from parallel.process import Everyone
 
-WINDOW = 20  # steps that are compared together
+WINDOW = 60  # steps that are compared together: what disturbs a host for fewer than half of them does not count
 _WORK = ("forward", "backward", "optimizer")
 
 
