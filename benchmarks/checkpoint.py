@@ -3,7 +3,8 @@
 All in one run, in turns, medians; ratios are to the bare operations on as many bytes:
 
     held          what an asynchronous save holds training up for / one copy of the state into warm memory
-    synchronous   os.write + fsync of the bytes / a synchronous save (hashing and commit included)
+    synchronous   os.write + fsync of the bytes / a synchronous save (hashing and commit included; the checkpoint
+                  that does not stay is removed while training goes on)
     load          a plain read of the bytes / a load, checked
     slowdown      steps of training while a save is written / steps without
 """
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -69,26 +71,38 @@ class Bench:
         self.size = sum(tensor.numel() * 4 for tensor in self.tensors.values())
         self.flat, self.warm = torch.randn(self.size // 4), torch.zeros(self.size // 4)
         self.saver = Saver(Folders(folder / "asynchronous"), Everyone(), Retention(1), True, self.pieces)
+        self.waiting_saver, self.step_number = (
+            Saver(Folders(folder / "synchronous"), Everyone(), Retention(1), False),
+            0,
+        )
         self.operand = torch.randn(512, 512)
 
     def copy(self) -> float:
         """One copy of the bytes into warm memory."""
         return timed(lambda: self.warm.copy_(self.flat))
 
+    def write(self, path: Path) -> None:
+        """os.write and fsync of the bytes."""
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        memory = self.flat.view(torch.uint8).numpy().data
+        for begin in range(0, len(memory), 16 << 20):
+            os.write(handle, memory[begin : begin + (16 << 20)])
+        os.fsync(handle)
+        os.close(handle)
+
+    def have_memory(self) -> None:
+        """Have as much free memory at hand as a file takes in the page cache. A virtual machine's host takes back what
+        was free for seconds, and gives it again ten times as slowly as it is written to: whoever writes first pays."""
+        path = self.folder / "passing"
+        self.write(path)
+        path.unlink()
+
     def raw_write(self) -> float:
         """os.write and fsync of the bytes."""
         path = self.folder / "raw"
-
-        def act() -> None:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            memory = self.flat.view(torch.uint8).numpy().data
-            for begin in range(0, len(memory), 16 << 20):
-                os.write(handle, memory[begin : begin + (16 << 20)])
-            os.fsync(handle)
-            os.close(handle)
-
         path.unlink(missing_ok=True)
-        return timed(act)
+        self.have_memory()
+        return timed(lambda: self.write(path))
 
     def raw_read(self) -> float:
         """A plain read of the bytes into warm memory."""
@@ -98,12 +112,16 @@ class Bench:
 
     def synchronous(self) -> float:
         """A save that training waits for."""
-        folder = self.folder / "synchronous"
-        return timed(lambda: store.save(folder, self.pieces, _STATE, keep=Retention(1)))
+        self.step_number += 1
+        state = replace(_STATE, step=self.step_number)
+        self.have_memory()
+        seconds = timed(lambda: self.waiting_saver.save(self.pieces, state, files={}))
+        self.waiting_saver.wait_for_removals()
+        return seconds
 
     def load(self) -> float:
         """Reading it back, checked, into the tensors."""
-        path = self.folder / "synchronous" / "step_00000001"
+        path = self.folder / "synchronous" / f"step_{self.step_number:08d}"
         return timed(lambda: store.load(path, self.pieces))
 
     def step(self) -> float:

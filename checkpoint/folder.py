@@ -199,11 +199,13 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
-    """Remove all but the newest `keep` (0: none is removed) and those of every so many steps; each is renamed first, so
-    that a kill leaves no half of one."""
-    for old in list_checkpoints(folder)[:-keep] if keep else []:
-        if not keep_every or step_of(old) % keep_every:
-            doomed = beside(old)
-            old.replace(doomed)
-            shutil.rmtree(doomed)
+def prune(folder: Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """Take all but the newest `keep` (0: none) and those of every so many steps out of the checkpoints, in one step
+    each, so that a kill leaves no half of one; returns what is to be removed."""
+    old = [path for path in (list_checkpoints(folder)[:-keep] if keep else []) if is_passing(path, keep_every)]
+    return [path.replace(beside(path)) for path in old]
+
+
+def is_passing(path: Path, keep_every: int) -> bool:
+    """Whether a checkpoint is not of those that are kept for ever."""
+    return not keep_every or step_of(path) % keep_every != 0

@@ -3,17 +3,20 @@
     training    copy | steps ...                      | copy | steps ...
     thread           | write, hash, read back, commit |      | write ...
 
-Training waits for the copy alone, which goes into memory that is taken once and warm. The thread talks to those of
-other processes in a group of its own, so that its messages and training's do not meet.
+Training waits for the copy alone, which goes into memory that is taken once and warm. (Without a thread it waits for all
+but the removal of old checkpoints.) The thread talks to those of other processes in a group of its own, so that its
+messages and training's do not meet.
 """
 
 from __future__ import annotations
 
 import errno
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,6 +66,8 @@ class Saver:
         self._memory = torch.empty(0, dtype=torch.uint8)
         if background and pieces is not None:
             self._make_room(pieces)
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="removal")
+        self._removals: list[Future[None]] = []
         self._thread: threading.Thread | None = None
         self._ended: Outcome | BaseException | None = None
 
@@ -80,6 +85,7 @@ class Saver:
             fails: whether this process finds the disk full, for a drill.
         """
         began = time.perf_counter()
+        self.wait_for_removals()
         retention = Retention() if keep_all else self.retention
         writer: Writer = _find_no_room if fails else tensors.write
 
@@ -134,6 +140,19 @@ class Saver:
         """Give a save that nobody waited for a moment: others may be gone, and it would wait for them."""
         if self._thread is not None:
             self._thread.join(timeout=2.0)
+        self._remover.shutdown()
+
+    def _remove(self, path: Path) -> None:
+        """Remove what a save left over while training goes on; in the saving thread that is so already."""
+        if self.background:
+            shutil.rmtree(path)
+        else:
+            self._removals.append(self._remover.submit(shutil.rmtree, path))
+
+    def wait_for_removals(self) -> None:
+        """Wait for what is being removed: a new save removes what it finds left."""
+        removals, self._removals = self._removals, []
+        wait(removals)
 
     def _take(self) -> Outcome | None:
         ended, self._ended, self._thread = self._ended, None, None
@@ -152,7 +171,7 @@ class Saver:
         def save(folder: Path, keep: Retention) -> Path:
             return store.save(
                 folder, pieces, state, keep=keep, files=files, everyone=self.everyone,
-                read_back=self.background, writer=writer,
+                read_back=self.background, writer=writer, remove=self._remove,
             )  # fmt: skip
 
         if local is not None:

@@ -51,6 +51,8 @@ from parallel.process import Everyone
 
 _ALONE = Everyone()
 
+Remover = Callable[[Path], object]
+"""Removes a folder of its name for good, now or soon."""
 Writer = Callable[[Path, str, Mapping[str, Piece]], Contents]
 """Writes into a folder the file of a name, with what one process is to write."""
 
@@ -75,6 +77,7 @@ def save(
     everyone: Everyone = _ALONE,
     read_back: bool = False,
     writer: Writer = write,
+    remove: Remover = shutil.rmtree,
 ) -> Path:
     """Write one checkpoint, point `latest` at it, then prune; called by every process, none of which returns before
     the whole is on the disk.
@@ -87,6 +90,7 @@ def save(
         files: contents of further ones by their names, such as the tokenizer's, without which text means nothing.
         read_back: whether each process also reads its file again and compares hashes before the checkpoint counts.
         writer: writes this process's file.
+        remove: what becomes of those that do not stay; until the next save it must have been done.
 
     Raises:
         CheckpointRefused: the disk is full, or the folder cannot be written, by this process or another.
@@ -108,7 +112,7 @@ def save(
             (part / name).write_bytes(content)
         write_manifest(part, state.layout, contents, [PIECES, STATE, *files])
 
-    return _commit(folder / step_name(state.step), write_own, complete, keep, everyone)
+    return _commit(folder / step_name(state.step), write_own, complete, keep, everyone, remove)
 
 
 def transfer(path: Path, folder: Path, *, keep: Retention, everyone: Everyone = _ALONE) -> Path:
@@ -136,14 +140,14 @@ def transfer(path: Path, folder: Path, *, keep: Retention, everyone: Everyone = 
 
 def _commit(
     target: Path, write_own: Callable[[Path], str], complete: Callable[[Path, list[str]], None], keep: Retention,
-    everyone: Everyone,
+    everyone: Everyone, remove: Remover = shutil.rmtree,
 ) -> Path:  # fmt: skip
     """Write beside, check, rename, point `latest` at it, prune; what is left of a failure is removed."""
     first, part = everyone.rank == 0, beside(target)
     try:
         together(everyone, lambda: _begin(part) if first else None)
         texts = together(everyone, lambda: write_own(part))
-        together(everyone, lambda: _finish(part, target, texts, complete, keep) if first else None)
+        together(everyone, lambda: _finish(part, target, texts, complete, keep, remove) if first else None)
         return target
     except Exception as error:
         if first:  # all have stopped writing: they agree before any goes on
@@ -165,7 +169,8 @@ def _begin(part: Path) -> None:
 
 
 def _finish(
-    part: Path, target: Path, texts: list[str], complete: Callable[[Path, list[str]], None], keep: Retention
+    part: Path, target: Path, texts: list[str], complete: Callable[[Path, list[str]], None], keep: Retention,
+    remove: Remover,
 ) -> None:  # fmt: skip
     """Complete what all have written, and make it the newest checkpoint."""
     complete(part, texts)
@@ -174,13 +179,14 @@ def _finish(
             sync(file)
     check_small(part)
     sync(part)
+    gone = []
     if target.exists():  # the same step again, after going on from an older one, or what only has its name
-        target.replace(part.with_suffix(".old.part"))
+        gone.append(target.replace(part.with_suffix(".old.part")))
     part.replace(target)
     sync(target.parent)
     write_whole(target.parent / LATEST, target.name + "\n")
-    sweep(target.parent)
-    prune(target.parent, keep.keep, keep.keep_every)
+    for each in gone + prune(target.parent, keep.keep, keep.keep_every):
+        remove(each)
 
 
 def load(
