@@ -3,8 +3,8 @@
     training    copy | steps ...                      | copy | steps ...
     thread           | write, hash, read back, commit |      | write ...
 
-Training waits for the copy alone, which goes into memory that is taken once and warm. (Without a thread it waits for all
-but the removal of old checkpoints.) The thread talks to those of other processes in a group of its own, so that its
+Training waits for the copy alone, which goes into memory that is taken once and warm. (Without a thread it waits for
+all but the removal of old checkpoints.) The thread talks to those of other processes in a group of its own, so that its
 messages and training's do not meet.
 """
 
