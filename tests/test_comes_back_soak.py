@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -150,23 +151,46 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+def fill(disk):
+    (disk / "filler").write_bytes(b"0" * (shutil.disk_usage(disk).free - 100_000))
+
+
+def empty(disk):
+    (disk / "filler").unlink()
+
+
+def remount(how, disk):
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+
+BROKEN_DISKS = {
+    "full": (fill, empty, "No space left"),
+    "read-only": (partial(remount, "ro"), partial(remount, "rw"), "Read-only file system"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_DISKS)
 @pytest.mark.parametrize("policy, last_step", [("go_on", 14), ("stop", 8)])
-def test_a_disk_that_fills_up_goes_by_the_policy_and_the_last_good_checkpoint_stays(
-    tiny, small_disk, policy, last_step
+def test_a_disk_that_refuses_goes_by_the_policy_and_the_last_good_checkpoint_stays(
+    tiny, small_disk, capsys, policy, last_step, broken
 ):
+    breaks, mends, words = BROKEN_DISKS[broken]
     options = [
         *tiny, f"checkpoint.dir={small_disk / 'ck'}", f"checkpoint.on_failure={policy}", "checkpoint.every=2",
-        "checkpoint.keep=1", "checkpoint.mode=sync",
+        "checkpoint.keep=1", "checkpoint.background=false",
     ]  # fmt: skip
     assert train.main([*options, "train.stop_at=6"]) == 0
-    filler = small_disk / "filler"
-    filler.write_bytes(b"0" * (shutil.disk_usage(small_disk).free - 100_000))
-    assert train.main([*options, "train.stop_at=14"]) == 3
-    assert [r["step"] for r in events(run_of(tiny), "save_failed")] == [*range(8, last_step + 1, 2)]
-    (good,) = list_checkpoints(small_disk / "ck")
-    assert step_of(good) == 6
-    verify(good)
-    filler.unlink()
+    breaks(small_disk)
+    try:
+        assert train.main([*options, "train.stop_at=14"]) == 3
+        assert words in capsys.readouterr().err
+        failed = [r["step"] for r in events(run_of(tiny), "save_failed")]
+        assert sorted({*failed}) == [*range(8, last_step + 1, 2)]
+        (good,) = list_checkpoints(small_disk / "ck")
+        assert step_of(good) == 6
+        verify(good)
+    finally:
+        mends(small_disk)
     assert train.main([*options, "train.stop_at=14"]) == 0
     assert status(run_of(tiny))["step"] == 14
 
