@@ -170,6 +170,25 @@ def test_a_signal_saves_and_ends_with_75_and_the_same_command_goes_on(tiny, numb
     assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+def test_a_second_signal_ends_at_once_and_harms_nothing(tiny, number):
+    """In a step that never ends."""
+    assert train.main([*tiny, "run.name=whole"]) == 0
+    process = start([*tiny, "checkpoint.every=3", "debug.inject=[{kind: hang, step: 8}]"])
+    for said in process.stdout:
+        if said.startswith("debug.inject"):
+            break
+    process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1.0)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode in (-number, 128 + number) and "Traceback" not in said
+    assert train.main(tiny) == 0
+    assert [r["step"] for r in records(run_of(tiny)) if r.get("event") == "resume"] == [6]
+    assert losses(run_of(tiny)) == losses(run_of(tiny, "whole"))
+
+
 @pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "status.json", "stop", "wandb"])
 def test_a_folder_where_a_file_should_be_is_refused_not_a_traceback(tiny, name, capsys):
     assert train.main([*tiny, "train.stop_at=3"]) == 0
