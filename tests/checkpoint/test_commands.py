@@ -58,6 +58,20 @@ def test_every_byte_is_verified_and_the_damaged_file_named(run, capsys):
     assert inspect.main([str(file.parent.parent / "step_00000300"), "--verify"]) == 0
 
 
+def test_a_checkpoint_that_is_pruned_while_it_is_read_is_no_damage(run, capsys, monkeypatch):
+    check = inspect.verify
+
+    def prune(path):
+        if path.name == "step_00000200":
+            shutil.rmtree(path)
+        return check(path)
+
+    monkeypatch.setattr(inspect, "verify", prune)
+    assert inspect.main([str(run), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "step_00000200: removed while it was read" in told and "step_00000300: sound" in told
+
+
 @pytest.mark.parametrize("command", [inspect.main, lambda argv: export.main([*argv, "--to", "torch"])])
 def test_what_is_no_checkpoint_is_refused(tmp_path, capsys, command):
     assert command([str(tmp_path)]) == 3
