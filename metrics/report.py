@@ -29,6 +29,12 @@ def read_records(run: Path) -> list[Record]:
     return sorted(latest.values(), key=lambda r: r["step"])
 
 
+_MARKED = {
+    "resume": "tab:gray", "skip": "tab:olive", "fault": "tab:red", "spike": "tab:orange", "rollback": "tab:blue",
+    "straggler": "tab:pink", "save_failed": "tab:brown", "damaged": "black", "replicas": "tab:cyan",
+}  # fmt: skip
+
+
 def draw(records: list[Record], title: str, output: Path) -> None:
     """Loss, norm and learning rate, speed, and where the time went, into an image file."""
     from matplotlib.figure import Figure
@@ -42,6 +48,7 @@ def draw(records: list[Record], title: str, output: Path) -> None:
     loss, speed, norm, time = figure.subplots(2, 2).flatten()
     at = [r["step"] for r in steps]
     _draw_loss(loss, at, steps, [r for r in records if r.get("event") == "validation"])
+    _draw_events(norm, records)
     speed.plot(at, [r["tokens_per_s"] for r in steps], color="tab:green", linewidth=0.8)
     speed.set(title="tokens a second", ylim=(0, None))
     norm.plot(at, [_number(r["grad_norm"]) for r in steps], color="tab:purple", linewidth=0.8)
@@ -64,6 +71,17 @@ def _draw_loss(axes: Any, at: list[int], steps: list[Record], validations: list[
         axes.plot([r["step"] for r in validations], held, "o-", label="validation")
     axes.set(title="loss (nats a token)")
     axes.legend()
+
+
+def _draw_events(axes: Any, records: list[Record]) -> None:
+    """A line where something happened that is not to be expected, a colour a kind."""
+    for kind, colour in _MARKED.items():
+        places = sorted({r["step"] for r in records if r.get("event") == kind})
+        for number, step in enumerate(places):
+            label = f"{kind} ({len(places)})" if number == 0 else None
+            axes.axvline(step, color=colour, linestyle=":", linewidth=1.2, label=label)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="x-small")
 
 
 def _number(value: float | None) -> float:
