@@ -184,8 +184,11 @@ class Assembly:
 
     def open_watching(self, report: Reporter, saving: Saving) -> Watching:
         """What looks at the outcomes of steps."""
-        place = self.layout.coordinates(self.everyone.rank)["pp"]
-        peers = [int(each) for each in self.everyone.gather(str(place))]
+        layout = self.layout
+        peers = [
+            layout.coordinates(rank)["pp"] * layout.ep + layout.expert_coordinates(rank)["ep"]
+            for rank in range(self.everyone.world)
+        ]
         stragglers = Stragglers(self.config.health.straggler, self.everyone.rank, platform.node(), peers)
         faults = FaultFiles(self.directory.path / "faults", self.engine, self.everyone, self.clock, saving.state)
         return Watching(self.config, self.engine, self.everyone, report, stragglers, faults, self.work.take)

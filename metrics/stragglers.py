@@ -2,7 +2,8 @@
 
 A host with a hot processor or a tired GPU slows all others down, as these wait for it, and their step times are all
 alike. So each rank's own work is compared: the processor time of its training thread in forward, backward and
-optimizer. Ranks of one pipeline stage, which do the same work, are peers.
+optimizer. Peers are ranks of one pipeline stage with the same experts, which have the same work; where a rank has none,
+it is never named.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def remount(how, disk):
     subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
-BROKEN_DISKS = {
+BROKEN_DISKS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], str]] = {
     "full": (fill, empty, "No space left"),
     "read-only": (partial(remount, "ro"), partial(remount, "rw"), "Read-only file system"),
 }

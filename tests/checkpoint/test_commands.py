@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint import export, inspect, store
+from checkpoint.manifest import verify
 from checkpoint.pieces import whole
 from checkpoint.run_state import RunState
 from checkpoint.store import Retention
@@ -59,14 +60,12 @@ def test_every_byte_is_verified_and_the_damaged_file_named(run, capsys):
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read_is_no_damage(run, capsys, monkeypatch):
-    check = inspect.verify
-
     def prune(path):
         if path.name == "step_00000200":
             shutil.rmtree(path)
-        return check(path)
+        return verify(path)
 
-    monkeypatch.setattr(inspect, "verify", prune)
+    monkeypatch.setattr("checkpoint.inspect.verify", prune)
     assert inspect.main([str(run), "--verify"]) == 0
     told = capsys.readouterr().out
     assert "step_00000200: removed while it was read" in told and "step_00000300: sound" in told
