@@ -14,7 +14,9 @@ from optim.config import OptimConfig, ScheduleConfig
 from parallel.config import ParallelConfig
 from parallel.precision import PrecisionConfig
 
-STEPS, GLOBAL_BATCH = 20, 8
+STEPS, ALL_STEPS = 8, 20
+"""Of `make test`; and of `make soak`, which has all layouts."""
+GLOBAL_BATCH = 8
 # ffn / tp and the vocabulary's 252 rows do not divide by 8: some ranks hold fewer rows than others, or none.
 MODEL = ModelConfig(
     hidden=32, layers=4, heads=8, kv_heads=4, ffn=44, vocab_size=250, vocab_multiple=4, qk_norm=True,
@@ -37,12 +39,12 @@ GROUPED = replace(
 """Another face of them: softmax scores, in two of four groups, in every other block."""
 
 
-def config_of(parallel, ranks, model=MODEL, precision="fp64", recompute="none"):
+def config_of(parallel, ranks, model=MODEL, precision="fp64", recompute="none", steps=STEPS):
     """The small training, cut as asked, in as few micro-batches as show everything."""
     dp = ranks // (parallel.tp * parallel.pp * parallel.cp)
     micro_batches = min(2 * parallel.pp, GLOBAL_BATCH // dp)
     train = TrainConfig(
-        steps=STEPS, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // (dp * micro_batches), seq_len=24,
+        steps=steps, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // (dp * micro_batches), seq_len=24,
         recompute=recompute, threads=1, device="cpu",
     )  # fmt: skip
     return Config(
@@ -100,25 +102,25 @@ QUICK = {
     "pp2 dp2 zero1", "pp2 dp2 interleaved_zb zero3", "pp2 dp2 zbv zero2", "pp2 gpipe", "pp2 zbv tied", "pp2 uneven",
     "tp2 pp2 dp2", "recompute selective pp2 zbv",
 }  # fmt: skip
-"""What `make test` proves; `make soak` proves the rest."""
+"""What `make test` proves in a few steps; `make soak` proves all of them in more."""
 
 
-def cases(layouts, quick):
-    """Parameters of a test: those that are not quick are left to `make soak`."""
+def cases(layouts, quick, steps=STEPS):
+    """Parameters of a test, its number of steps last: the quick ones with `steps`, all with `ALL_STEPS` in a soak."""
+    words = {name: name if isinstance(name, str) else " ".join(name) for name in layouts}
     return [
-        pytest.param(
-            *values,
-            id=name if isinstance(name, str) else " ".join(name),
-            marks=() if name in quick else pytest.mark.soak,
-        )
-        for name, values in layouts.items()
+        *(pytest.param(*layouts[name], steps, id=words[name]) for name in layouts if name in quick),
+        *(
+            pytest.param(*layouts[name], ALL_STEPS, id=f"{words[name]}, {ALL_STEPS} steps", marks=pytest.mark.soak)
+            for name in layouts
+        ),
     ]
 
 
 def check(reference, corpus, config, ranks):
     """A configuration on so many ranks against one process, within the published tolerance."""
     tolerance = TOLERANCES[config.precision.name]
-    other = run_trial(config, corpus, ranks, STEPS, tolerance.steps)
+    other = run_trial(config, corpus, ranks, config.train.steps, tolerance.steps)
     comparison = compare(reference(config), other, tolerance)
     assert comparison.faults == [], comparison.faults
-    assert len(comparison.steps) == STEPS
+    assert len(comparison.steps) == config.train.steps

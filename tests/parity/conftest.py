@@ -7,7 +7,7 @@ import pytest
 from launch.tolerance import TOLERANCES
 from launch.trial import run_trial, write_trial_corpus
 from launch.verify import alone
-from tests.parity.cases import MODEL, STEPS
+from tests.parity.cases import MODEL
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +23,10 @@ def reference(trial_corpus):
 
     def of(config):
         config = alone(config)
-        key = (config.model, config.precision)
+        key = (config.model, config.precision, config.train.steps)
         if key not in kept:
             compared = TOLERANCES[config.precision.name].steps
-            kept[key] = run_trial(config, trial_corpus, 1, STEPS, compared)
+            kept[key] = run_trial(config, trial_corpus, 1, config.train.steps, compared)
         return kept[key]
 
     return of

@@ -52,17 +52,17 @@ QUICK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks, parallel, model, recompute", cases(LAYOUTS, QUICK))
-def test_a_layout_computes_the_same_training_in_fp64(reference, trial_corpus, ranks, parallel, model, recompute):
-    check(reference, trial_corpus, config_of(parallel, ranks, model, "fp64", recompute), ranks)
+@pytest.mark.parametrize("ranks, parallel, model, recompute, steps", cases(LAYOUTS, QUICK))
+def test_a_layout_computes_the_same_training_in_fp64(reference, trial_corpus, ranks, parallel, model, recompute, steps):
+    check(reference, trial_corpus, config_of(parallel, ranks, model, "fp64", recompute, steps), ranks)
 
 
 ROUNDED = {"ep2 dp2", "ep2 tp2", "ep2 pp2", "cp2 ring", "cp4 gather", "cp2 tp2 ring", "cp2 ep2", "pp2 cp2 tp2 ep2"}
 
 
 @pytest.mark.parametrize(
-    "ranks, parallel, model, recompute",
+    "ranks, parallel, model, recompute, steps",
     cases({name: LAYOUTS[name] for name in sorted(ROUNDED)}, {"ep2 tp2"}),
 )
-def test_a_layout_stays_within_the_tolerance_in_fp32(reference, trial_corpus, ranks, parallel, model, recompute):
-    check(reference, trial_corpus, config_of(parallel, ranks, model, "fp32", recompute), ranks)
+def test_a_layout_stays_within_the_tolerance_in_fp32(reference, trial_corpus, ranks, parallel, model, recompute, steps):
+    check(reference, trial_corpus, config_of(parallel, ranks, model, "fp32", recompute, steps), ranks)

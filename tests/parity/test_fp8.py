@@ -4,6 +4,7 @@ Rounding to FP8 magnifies the differences between layouts that bf16 has, so that
 same values are rounded to the same FP8 unless one lies within 1e-16 of a border.
 """
 
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,7 @@ from parallel.mesh import ALONE
 from tests.parity.cases import cases, pipe
 from tests.parity.fp8 import EXPERTS, WIDE, fp8_config, scales_after
 
-STEPS = 10
+STEPS = 10  # more than the history holds
 LAYOUTS = {
     "dp2": (2, P(), WIDE, "none"),
     "dp2 zero3 full": (2, P(zero=3), WIDE, "full"),
@@ -36,20 +37,22 @@ QUICK = {"dp2 zero3 full", "pp2 interleaved_zb zero2 full", "ep4 over tp2 cp2"}
 
 @pytest.fixture(scope="module")
 def whole(trial_corpus):
-    """Losses and scales of one process, by model."""
-    return {
-        name: run_ranks(scales_after, 1, fp8_config(P(), 1, model), trial_corpus, STEPS)[0]
-        for name, model in (("dense", WIDE), ("experts", EXPERTS))
-    }
+    """Losses and scales of one process, kept for the next layout."""
+
+    @cache
+    def of(model, steps):
+        return run_ranks(scales_after, 1, fp8_config(P(), 1, model), trial_corpus, steps)[0]
+
+    return of
 
 
-@pytest.mark.parametrize("ranks, parallel, model, recompute", cases(LAYOUTS, QUICK))
+@pytest.mark.parametrize("ranks, parallel, model, recompute, steps", cases(LAYOUTS, QUICK, STEPS))
 def test_a_layout_has_the_losses_and_the_scales_of_one_process(
-    whole, trial_corpus, ranks, parallel, model, recompute
+    whole, trial_corpus, ranks, parallel, model, recompute, steps
 ):  # fmt: skip
     config = fp8_config(parallel, ranks, model, recompute=recompute)
-    losses, scales = whole["dense" if model is WIDE else "experts"]
-    for own_losses, own_scales in run_ranks(scales_after, ranks, config, trial_corpus, STEPS):
+    losses, scales = whole(model, steps)
+    for own_losses, own_scales in run_ranks(scales_after, ranks, config, trial_corpus, steps):
         assert own_losses == pytest.approx(losses, rel=1e-9)
         assert own_scales
         for (name, first), (scale, history) in own_scales.items():
@@ -77,4 +80,4 @@ def experts_with_all():
 def test_maxima_shared_among_the_wrong_ranks_are_found(whole, trial_corpus, wrong, parallel):
     config = fp8_config(parallel, 2, EXPERTS)
     found = run_ranks(scales_after, 2, config, trial_corpus, 2, wrong)
-    assert found[0][0] != pytest.approx(whole["experts"][0][:2], rel=1e-6)
+    assert found[0][0] != pytest.approx(whole(EXPERTS, 2)[0], rel=1e-6)

@@ -7,9 +7,9 @@ import pytest
 from tests.parity.cases import LAYOUTS, MODEL, QUICK, cases, check, config_of, pipe
 
 
-@pytest.mark.parametrize("ranks, parallel, model, recompute", cases(LAYOUTS, QUICK))
-def test_a_layout_computes_the_same_training_in_fp64(reference, trial_corpus, ranks, parallel, model, recompute):
-    check(reference, trial_corpus, config_of(parallel, ranks, model, "fp64", recompute), ranks)
+@pytest.mark.parametrize("ranks, parallel, model, recompute, steps", cases(LAYOUTS, QUICK))
+def test_a_layout_computes_the_same_training_in_fp64(reference, trial_corpus, ranks, parallel, model, recompute, steps):
+    check(reference, trial_corpus, config_of(parallel, ranks, model, "fp64", recompute, steps), ranks)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

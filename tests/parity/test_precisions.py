@@ -37,7 +37,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("precision, ranks, parallel, model, recompute", cases(CASES, QUICK))
-def test_a_layout_stays_within_the_tolerance(reference, trial_corpus, precision, ranks, parallel, model, recompute):
-    config = config_of(parallel, ranks, model, precision, recompute)
+@pytest.mark.parametrize("precision, ranks, parallel, model, recompute, steps", cases(CASES, QUICK))
+def test_a_layout_stays_within_the_tolerance(
+    reference, trial_corpus, precision, ranks, parallel, model, recompute, steps
+):
+    config = config_of(parallel, ranks, model, precision, recompute, steps)
     check(reference, trial_corpus, config, ranks)

@@ -9,10 +9,11 @@ from launch.tolerance import TOLERANCES
 from launch.trial import run_trial
 from launch.verify import alone, compare
 from parallel.config import ParallelConfig
-from tests.parity.cases import MODEL, MOE, STEPS, config_of, pipe
+from tests.parity.cases import MODEL, MOE, config_of, pipe
 
 RAMP = (RampConfig(tokens=3 * 2 * 24, global_batch=2), RampConfig(tokens=4 * 4 * 24, global_batch=4))
 """Three steps of two samples, four of four, then eight."""
+STEPS = 10
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ RAMP = (RampConfig(tokens=3 * 2 * 24, global_batch=2), RampConfig(tokens=4 * 4 *
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )  # fmt: skip
 def test_a_growing_batch_is_the_same_training_in_fp64(trial_corpus, ranks, parallel, model):
-    config = config_of(parallel, ranks, model, "fp64")
+    config = config_of(parallel, ranks, model, "fp64", steps=STEPS)
     config = replace(config, train=replace(config.train, batch_ramp=RAMP, micro_batch=1))
     tolerance = TOLERANCES["fp64"]
     one, other = (
