@@ -30,7 +30,7 @@ def fp8_config(parallel, ranks, model=WIDE, name: PrecisionName = "fp8_delayed",
     size = BATCH // (dp * MICRO_BATCHES)
     config: Config = replace(
         base, train=replace(base.train, micro_batch=size, global_batch=BATCH),
-        precision=replace(precision, fp8=replace(precision.fp8, **({"history": 8} | fp8))),
+        precision=replace(precision, fp8=replace(precision.fp8, **({"history": 4} | fp8))),
     )  # fmt: skip
     return config
 

@@ -16,7 +16,7 @@ from parallel.mesh import ALONE
 from tests.parity.cases import cases, pipe
 from tests.parity.fp8 import EXPERTS, WIDE, fp8_config, scales_after
 
-STEPS = 10  # more than the history holds
+STEPS = 6  # more than the history holds
 LAYOUTS = {
     "dp2": (2, P(), WIDE, "none"),
     "dp2 zero3 full": (2, P(zero=3), WIDE, "full"),

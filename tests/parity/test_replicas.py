@@ -41,7 +41,12 @@ def flipped(ranks, layout, corpus):
         return clean, name, shard.copies, check_replicas(engine.updater.tensors(), everyone)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = {"dp4 replicate2", "pp2 tied", "ep2", "tp2 dp2"}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=() if each in QUICK else pytest.mark.soak) for each in LAYOUTS]
+)
 def test_a_bit_that_flips_on_one_rank_is_found_and_nothing_where_none_does(trial_corpus, layout):
     world = LAYOUTS[layout][0]
     outcomes = run_ranks(flipped, world, layout, trial_corpus)
